@@ -1,0 +1,11 @@
+"""Tables that tests iterate over: a thing is tested because it is listed here."""
+
+from pathlib import Path
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+MODELS = ("qwen3_moe", "qwen3_moe_tied")
+"""Folders under tests/fixtures with a tiny checkpoint and golden values made by scripts/make_goldens.py."""
+
+LOGIT_TOLERANCE = 5e-4
+"""Absolute, float32. A float64 run of the reference differs from its float32 run by up to about 1e-4."""

@@ -1,0 +1,18 @@
+"""Set-up that must happen before jax is first used, and fixtures that several folders share."""
+
+import os
+from pathlib import Path
+
+# The CPU client sizes its thread pool by this; several simulated devices on a small machine deadlock with too few threads.
+os.environ.setdefault("NPROC", "24")
+# Compiled programs of the tests are kept beside the repository's other caches, never among the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / ".test-cache")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("TPU_SERVE_API_KEY", None)
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+# Every conversion between types is written out: a silent promotion doubles memory and hides mistakes.
+jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -1,0 +1,335 @@
+"""A server over a real scheduler and step loop whose model is a script: what it says is known in advance.
+
+Run as a program it serves over HTTP: `python fakes.py SERVER_OPTIONS BUILD_OPTIONS`, both JSON objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import tokenizers
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
+from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.request import Request, TokenLogprobs
+from tpu_serve.scheduler.page_pool import PagePool
+from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.server.app import create_app
+from tpu_serve.server.run import serve
+from tpu_serve.server.state import ServerState
+from tpu_serve.text.tokenizer import Tokenizer
+
+END, START = 256, 257
+"""Ids of <|im_end|>, which ends a sequence, and <|im_start|>; ids below are the bytes themselves."""
+VOCAB_SIZE = 272
+"""Of the model, a little wider than the tokenizer's, as they usually are."""
+MAX_MODEL_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+Script = Callable[[Request, int], int]
+"""The token that a request generates at an index."""
+
+
+def letters(request: Request, index: int) -> int:
+    """Small letters for ever, different for every prompt and choice."""
+    return ord("a") + (sum(request.prompt_token_ids) + 7 * request.choice + 3 * index) % 26
+
+
+def saying(*tokens: int | str | bytes) -> Script:
+    """These tokens, then the end. Texts are taken byte by byte."""
+    ids: list[int] = []
+    for token in tokens:
+        ids += [token] if isinstance(token, int) else token.encode() if isinstance(token, str) else token
+    return lambda request, index: ids[index] if index < len(ids) else END
+
+
+@dataclass
+class LaunchedStep:
+    output: SchedulerOutput
+    tokens: list[SampledToken | None]
+
+
+@dataclass
+class FakeRunner:
+    """Samples by `script`. `seconds` is how long a step takes; the next step fails with `failure` when that is set."""
+
+    script: Script = letters
+    seconds: float = 0.0
+    failure: Exception | None = None
+    compile_count: int = 3
+    num_steps: int = 0
+    logprob: float = -0.25
+    hangs: threading.Event = field(default_factory=threading.Event)
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        if self.failure is not None:
+            raise self.failure
+        self.num_steps += 1
+        return LaunchedStep(output, [self._sample(item) for item in output.scheduled])
+
+    def collect(self, ticket: LaunchedStep) -> list[SampledToken | None]:
+        time.sleep(self.seconds)
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        return ticket.tokens
+
+    def _sample(self, item: Any) -> SampledToken | None:
+        if not item.samples:
+            return None
+        request = item.sequence.request
+        token = self.script(request, item.start + item.length - len(request.prompt_token_ids))
+        count = request.params.logprobs
+        if count is None:
+            return SampledToken(token)
+        top = tuple(((token + step) % VOCAB_SIZE, self.logprob - step) for step in range(count))
+        return SampledToken(token, TokenLogprobs(token, self.logprob, top))
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+    """Token b is byte b."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    further = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+    vocabulary = {chr(byte) if chr(byte) in alphabet else next(further): byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<|im_start|>")])
+    return Tokenizer(backend, chat_template_source=template)
+
+
+def fake_engine(
+    *,
+    runner: FakeRunner | None = None,
+    template: str | None = TEMPLATE,
+    max_num_queued: int = 64,
+    num_pages: int = 129,
+    **defaults: Any,
+) -> Engine:
+    """An engine over the fake runner; `defaults` are the model's sampling defaults."""
+    scheduler = Scheduler(
+        PagePool(num_pages, 8), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
+    )
+    info = ModelInfo(
+        name="fake",
+        architecture="FakeForCausalLM",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({END}),
+        default_params=defaults,
+        max_num_queued=max_num_queued,
+    )
+    core = EngineCore(scheduler, runner or FakeRunner())
+    return Engine(EngineConfig(), info, Intake(info), core, byte_tokenizer(template))
+
+
+@dataclass
+class Served:
+    """A server in this event loop."""
+
+    app: FastAPI
+    state: ServerState
+    client: httpx.AsyncClient
+    engine: Engine
+    runner: FakeRunner
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(path, json=body, headers=headers)
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        """The answer of a completion that must succeed."""
+        response = await self.post("/v1/completions", {"prompt": "hi", **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def chat(self, content: str = "hi", **fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": content}]
+        response = await self.post("/v1/chat/completions", {"messages": messages, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The chunks of a stream that must start; checks its frame."""
+        response = await self.post(path, {"stream": True, **fields})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return parse_events(response.text)
+
+    async def idle(self, seconds: float = 1.0) -> None:
+        """Waits until nothing waits or runs and every page is free, and checks that nothing leaked."""
+        scheduler = self.engine.core.scheduler
+        deadline = time.monotonic() + seconds
+        while self.engine.core.has_work or scheduler.pool.usage or self.state.num_inference:
+            assert time.monotonic() < deadline, "requests or pages are left"
+            await asyncio.sleep(0.01)
+        scheduler.check()
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """Payloads of a stream, which must end with [DONE]."""
+    lines = text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    config: ServerConfig | None = None, *, loading: bool = False, **engine_options: Any
+) -> AsyncIterator[Served]:
+    """A server reached without sockets."""
+    config = config or ServerConfig()
+    state = ServerState(config, config.served_model_name or ("tiny", "tiny-alias"), "fake/root")
+    app, engine = create_app(config, state), fake_engine(**engine_options)
+    if not loading:
+        state.ready(engine)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        try:
+            yield Served(app, state, client, engine, engine.core.runner)
+        finally:
+            if state.service is not None:
+                await asyncio.to_thread(state.service.frontend.close)
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class RawRequest:
+    """A POST whose client can go away at any time."""
+
+    def __init__(self, app: FastAPI, path: str, body: Any, headers: dict[str, str] | None = None):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"content-type": "application/json", **(headers or {})}
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        self.messages: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self._incoming = [{"type": "http.request", "body": data, "more_body": False}]
+        self.task = asyncio.create_task(app(self.scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._incoming:
+            return self._incoming.pop(0)
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.messages).decode()
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            await asyncio.sleep(0.005)
+
+
+@contextlib.contextmanager
+def live_server(**engine_options: Any) -> Iterator[tuple[str, FakeRunner]]:
+    """A server on a real port, in a thread. Yields its URL."""
+    engine = fake_engine(**engine_options)
+    config = ServerConfig()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    async def main() -> None:
+        state = ServerState(config, ("tiny",), "fake/root")
+        state.ready(engine)
+        server = uvicorn.Server(uvicorn.Config(create_app(config, state), log_config=None, lifespan="off", ws="none"))
+        servers.append(server)
+        ready.set()
+        await server.serve(sockets=[listener])
+        assert state.service is not None
+        await asyncio.to_thread(state.service.frontend.close)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine.core.runner
+    finally:
+        servers[0].should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def fake_build(
+    on_phase: Callable[[str, float], None],
+    *,
+    load_seconds: float = 0.0,
+    error: str = "",
+    step_seconds: float = 0.0,
+    dies_after: int = 0,
+) -> Engine:
+    """Pretends to load. `error` is "config" or "crash"; the engine fails after `dies_after` steps when that is set."""
+    for name in ("config", "tokenizer", "weights", "compile"):
+        for quarter in range(4):
+            on_phase(name, quarter / 4)
+            time.sleep(load_seconds / 16)
+    if error == "config":
+        raise ConfigError("--max-model-len 999 is larger than the model's limit of 256.")
+    if error == "crash":
+        raise RuntimeError("the device is on fire")
+    runner = FakeRunner(seconds=step_seconds)
+    if dies_after:
+        launch = runner.launch
+
+        def launch_or_die(output: SchedulerOutput) -> LaunchedStep:
+            if runner.num_steps >= dies_after:
+                raise RuntimeError("the device is on fire")
+            return launch(output)
+
+        runner.launch = launch_or_die  # type: ignore[method-assign]
+    return fake_engine(runner=runner)
+
+
+if __name__ == "__main__":
+    server_options, build_options = (json.loads(argument) for argument in sys.argv[1:3])
+    raise SystemExit(
+        serve(
+            ServerConfig(**server_options),
+            EngineConfig(),
+            lambda config, on_phase: fake_build(on_phase, **build_options),
+        )
+    )

@@ -1,0 +1,283 @@
+"""Random traffic on a device that does nothing but check: whatever is batched, shared, preempted or aborted, every cell that a
+sequence reads holds its own token, and every answer is the one the sequence would have had alone."""
+
+from __future__ import annotations
+
+from checking_device import Alone, CheckingDevice, Row
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tpu_serve.request import FinishReason, Request, SamplingParams, TokenOutput
+from tpu_serve.scheduler.page_pool import PagePool
+from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.scheduler.sequence import Sequence
+
+MAX_LAUNCHED = 2
+PREFIXES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    prefix = draw(st.sampled_from(PREFIXES))
+    return prefix[: draw(st.integers(0, len(prefix)))] + draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        num_tokens=st.integers(16, 48),
+        spare=st.integers(0, 6),
+        num_seqs=st.integers(1, 5),
+        spare_budget=st.integers(0, 8),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def make(
+        self, page_size: int, num_tokens: int, spare: int, num_seqs: int, spare_budget: int, caching: bool
+    ) -> None:
+        self.page_size, self.max_model_len = page_size, num_tokens - num_tokens % page_size - spare % page_size
+        self.pool = PagePool(1 + num_tokens // page_size + spare, page_size)
+        self.max_num_seqs, self.budget = num_seqs, num_seqs + spare_budget
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=self.budget,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=caching,
+        )
+        self.caching, self.device = caching, CheckingDevice(page_size)
+        self.alone: dict[str, Alone] = {}
+        self.unfinished: dict[str, Alone] = {}
+        self.launched: list[tuple[SchedulerOutput, list[Row], list[SampledToken | None]]] = []
+        self.num_added = self.num_finished = 0
+
+    # ---- what can happen --------------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=prompts(),
+        copies=st.sampled_from([1, 1, 2, 3]),
+        max_tokens=st.one_of(st.integers(1, 4), st.integers(5, 40)),
+        eos=st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 5})]),
+        stop=st.sampled_from([(), (), (1,), (0, 3)]),
+        ignore_eos=st.booleans(),
+        salt=st.sampled_from(["", "", "", "other"]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        copies: int,
+        max_tokens: int,
+        eos: frozenset[int],
+        stop: tuple[int, ...],
+        ignore_eos: bool,
+        salt: str,
+    ) -> None:
+        for _ in range(copies):
+            request = Request(
+                id=f"r{self.num_added}",
+                prompt_token_ids=tuple(prompt[: self.max_model_len - 1]),
+                params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos),
+                eos_token_ids=eos,
+                cache_salt=salt,
+            )
+            self.scheduler.add(request)
+            self.alone[request.id] = self.unfinished[request.id] = Alone.of(request, self.num_added, self.max_model_len)
+            self.num_added += 1
+
+    @precondition(lambda self: self.unfinished and len(self.launched) < MAX_LAUNCHED)
+    @rule(data=st.data(), abort_between=st.sampled_from([False] * 7 + [True]))
+    def launch(self, data: st.DataObject, abort_between: bool) -> None:
+        """Plans and launches a step; an abort may come in between."""
+        output = self.schedule()
+        if abort_between and self.unfinished:
+            self.abort(data)
+        if output is not None:
+            rows = self.check_rows(output)
+            self.launched.append((output, rows, self.device.run(rows)))
+
+    @precondition(lambda self: self.launched)
+    @rule()
+    def commit(self) -> None:
+        output, rows, results = self.launched.pop(0)
+        expected = [row.alone for row in rows if row.samples and row.alone.request.id in self.unfinished]
+        outputs = self.scheduler.commit(output, results)
+        assert [item.request_id for item in outputs] == [alone.request.id for alone in expected]
+        for item in outputs:
+            self.receive(item)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(times=st.integers(1, 12))
+    def run_pipelined(self, times: int) -> None:
+        """As the engine does: plan and launch the next step, then commit the one before."""
+        for _ in range(times):
+            if not self.unfinished and not self.launched:
+                break
+            output = self.schedule() if len(self.launched) < MAX_LAUNCHED else None
+            if output is not None:
+                rows = self.check_rows(output)
+                self.launched.append((output, rows, self.device.run(rows)))
+            if len(self.launched) == MAX_LAUNCHED or (output is None and self.launched):
+                self.commit()
+            self.holds()
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.unfinished)))
+        output = self.scheduler.abort(request_id)
+        assert (output.request_id, output.finish_reason, output.token_ids) == (request_id, FinishReason.ABORT, ())
+        assert self.scheduler.abort(request_id) is None
+        del self.unfinished[request_id]
+        self.num_finished += 1
+
+    # ---- what must hold ---------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        scheduler = self.scheduler
+        running, order = list(scheduler.running), [*scheduler.running, *scheduler.waiting]
+        num_pages = {sequence: len(sequence.pages) for sequence in running}
+        output = scheduler.schedule()
+        assert [*scheduler.running, *scheduler.waiting] == order, "somebody overtook somebody"
+        assert scheduler.running[:1] == running[:1] or not running, "the oldest was preempted"
+        if output is None:
+            assert self.launched or not scheduler.has_work, "nothing runs and nothing will ever run"
+            return None
+        preempted = running[len(scheduler.running) :]
+        assert list(output.preempted) == preempted[::-1]
+        self.check_waiting_for_pages(running, num_pages, output)
+        return output
+
+    def check_waiting_for_pages(
+        self, running: list[Sequence], num_pages: dict[Sequence, int], output: SchedulerOutput
+    ) -> None:
+        """While budget is left, only pages hold a sequence back; then no younger one may get any."""
+        if output.num_tokens == self.budget:
+            return
+        scheduled = {item.sequence for item in output.scheduled}
+        held_back = False
+        for sequence in [*running, *self.scheduler.running[len(running) :]]:
+            if sequence in scheduled:
+                assert not held_back or len(sequence.pages) == num_pages.get(sequence, 0)
+                continue
+            alone = self.unfinished[sequence.request.id]
+            limit = min(len(alone.request.prompt_token_ids) + alone.request.params.max_tokens, self.max_model_len)
+            held_back |= sequence.num_tokens < limit
+
+    def check_rows(self, output: SchedulerOutput) -> list[Row]:
+        """Takes down the rows as a packer would, and checks everything that needs no execution."""
+        rows = []
+        for item in output.scheduled:
+            sequence, end = item.sequence, item.start + item.length
+            row = Row(
+                self.alone[sequence.request.id],
+                sequence,
+                item.start,
+                end,
+                item.samples,
+                sequence.slot,
+                list(sequence.pages),
+                list(sequence.tokens),
+            )
+            rows.append(row)
+            self.check_position(row)
+        assert rows
+        assert len({row.sequence for row in rows}) == len(rows) <= self.max_num_seqs
+        assert sum(row.end - row.start for row in rows) == output.num_tokens <= self.budget
+        order = [(row.end - row.start > 1, row.alone.arrival) for row in rows]
+        assert order == sorted(order), "single tokens first, each group in order of arrival"
+        self.check_pages([*(row for _, launched, _ in self.launched for row in launched), *rows], rows)
+        return rows
+
+    def check_position(self, row: Row) -> None:
+        alone = row.alone
+        request, length = alone.request, row.end - row.start
+        assert length > 0
+        if row.start != alone.num_computed:  # admitted, or admitted again after a preemption
+            assert row.start % self.page_size == 0
+            assert self.caching or row.start == 0
+            assert all(row.sequence is not other.sequence for _, rows, _ in self.launched for other in rows)
+        if alone.num_cached is None:
+            alone.num_cached = row.start
+            assert row.start < len(request.prompt_token_ids)
+        alone.num_computed = row.end
+        assert row.samples == (row.end == row.sequence.num_tokens - row.samples)
+        if row.samples:  # never past a limit that was known beforehand
+            assert row.end < self.max_model_len
+            assert row.end < len(request.prompt_token_ids) + request.params.max_tokens
+        assert len(row.pages) == -(-row.end // self.page_size)
+        if row.end == len(alone.tokens):
+            alone.num_wasted += 1
+            assert alone.num_wasted == 1
+            assert alone.reason is FinishReason.STOP
+        assert row.end <= len(alone.tokens)
+
+    def check_pages(self, rows: list[Row], new: list[Row]) -> None:
+        """Among all rows under way: a slot has one sequence; a page has one, or holds one content that only its first writer writes."""
+        owner: dict[int, Sequence] = {}
+        users: dict[int, dict[Sequence, tuple[int, Row]]] = {}
+        writers: dict[int, set[Sequence]] = {}
+        for row in rows:
+            assert owner.setdefault(row.slot, row.sequence) is row.sequence
+            for index, page in enumerate(row.pages):
+                users.setdefault(page, {})[row.sequence] = (index, row)
+            for position in range(row.start, row.end):
+                writers.setdefault(row.pages[position // self.page_size], set()).add(row.sequence)
+        for page, named in users.items():
+            assert page != 0
+            assert len(writers.get(page, ())) <= 1
+            contents = set()
+            for index, row in named.values():
+                end = (index + 1) * self.page_size
+                contents.add((index, row.alone.request.cache_salt, tuple(row.alone.tokens[:end])))
+                assert len(named) == 1 or row.end >= end, "a page that is not full is shared"
+            assert len(contents) == 1
+            assert len(named) == 1 or self.caching
+
+    def receive(self, output: TokenOutput) -> None:
+        alone = self.unfinished[output.request_id]
+        position = len(alone.request.prompt_token_ids) + alone.received
+        alone.received += 1
+        assert output.token_ids == (alone.tokens[position],)
+        assert output.num_cached_tokens == alone.num_cached
+        if position + 1 < len(alone.tokens):
+            assert (output.finish_reason, output.ended_by_token, output.stop_token_id) == (None, False, None)
+            return
+        assert output.finish_reason is alone.reason
+        assert output.ended_by_token == (alone.reason is FinishReason.STOP)
+        assert output.stop_token_id == alone.stop_token_id
+        del self.unfinished[output.request_id]
+        self.num_finished += 1
+
+    @invariant()
+    def holds(self) -> None:
+        scheduler = self.scheduler
+        scheduler.check()
+        living = [*scheduler.running, *scheduler.waiting]
+        assert [sequence.request.id for sequence in living] == list(self.unfinished)
+        assert scheduler.has_work == bool(self.unfinished)
+        for _, rows, _ in self.launched:
+            for row in rows:
+                assert self.pool.num_revived(row.pages) == 0, "a page is free while a launched step names it"
+                assert row.sequence.slot == row.slot
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        work = sum(len(alone.tokens) for alone in self.unfinished.values())
+        for _ in range(10 + 4 * work * (1 + len(self.unfinished))):
+            if not self.launched and not self.scheduler.has_work:
+                break
+            self.run_pipelined(1)
+        assert not self.unfinished, "requests are stuck"
+        assert not self.launched
+        assert self.pool.usage == 0
+        self.scheduler.check()
+        stats = self.scheduler.stats
+        assert sum(stats.finished.values()) == self.num_finished == self.num_added
+        assert stats.generated == sum(alone.received for alone in self.alone.values())
+        assert stats.prefix_hits == sum(alone.num_cached or 0 for alone in self.alone.values())
+        assert self.pool.reset()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)

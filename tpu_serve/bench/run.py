@@ -1,0 +1,84 @@
+"""One benchmark from options to report: checks, engine, cases, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tpu_serve.bench import decode, prefill
+from tpu_serve.bench.driver import Driver, check_batch, check_context
+from tpu_serve.bench.report import Environment, Report
+from tpu_serve.bench.sweep import Sweep
+from tpu_serve.checkpoint.folder import resolve
+from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.engine.build import Phase, build_engine
+from tpu_serve.engine.engine import Engine
+from tpu_serve.hf_config import read_config
+from tpu_serve.models.registry import build_model
+from tpu_serve.runner.compile_counter import num_compiled
+
+
+def bench_prefill(config: EngineConfig, sweep: Sweep, on_phase: Phase, on_run: Callable[[], None]) -> Report:
+    """Measures prompts to first tokens; `on_run` is called after every batch.
+
+    Raises:
+      ConfigError: the engine cannot be built, or a case does not fit it. What config.json tells is checked before weights load.
+    """
+    num_tokens = max(sweep.input_lens) + 1
+    engine, driver = _prepare(config, sweep, num_tokens, on_phase)
+    before = num_compiled()
+    results = prefill.run_prefill(driver, sweep, on_run)
+    return _report("prefill", prefill.COLUMNS, engine, sweep, {}, before, results)
+
+
+def bench_decode(
+    config: EngineConfig, sweep: Sweep, output_len: int, on_phase: Phase, on_run: Callable[[], None]
+) -> Report:
+    """Measures decode steps; `on_run` is called after every batch.
+
+    Raises:
+      ConfigError: as for `bench_prefill`, or `output_len` leaves nothing to decode.
+    """
+    if output_len < 2:
+        raise ConfigError("--output-len must be at least 2: the first token comes from the prefill.")
+    engine, driver = _prepare(config, sweep, max(sweep.input_lens) + output_len, on_phase)
+    before = num_compiled()
+    results = decode.run_decode(driver, sweep, output_len, on_run)
+    return _report("decode", decode.COLUMNS, engine, sweep, {"output_len": output_len}, before, results)
+
+
+def _prepare(config: EngineConfig, sweep: Sweep, num_tokens: int, on_phase: Phase) -> tuple[Engine, Driver]:
+    folder = resolve(config.model.source, config.model.revision, weights=False)
+    longest = build_model(read_config(folder, config.model.hf_overrides)).max_position
+    check_context(num_tokens, min(config.model.max_model_len or longest, longest))
+    if config.scheduler.max_num_seqs is not None:
+        check_batch(max(sweep.batch_sizes), config.scheduler.max_num_seqs)
+    engine = build_engine(config, on_phase)
+    driver = Driver(engine.core, engine.info.vocab_size, config.model.seed)
+    driver.check(sweep.batch_sizes, num_tokens)
+    return engine, driver
+
+
+def _report(
+    name: str,
+    columns: dict[str, str],
+    engine: Engine,
+    sweep: Sweep,
+    settings: dict[str, Any],
+    num_compiles_before: int,
+    results: list[dict[str, Any]],
+) -> Report:
+    return Report(
+        benchmark=name,
+        settings={**dataclasses.asdict(sweep), **settings, "seed": engine.config.model.seed},
+        environment=Environment.of(jax.devices()[:1]),  # the engine runs on the first device
+        config=engine.config,
+        info=engine.info,
+        num_compiles_before=num_compiles_before,
+        num_compiles_during=num_compiled() - num_compiles_before,
+        results=results,
+        columns=columns,
+    )

@@ -1,0 +1,1 @@
+"""Reading Hugging Face folders into device arrays."""

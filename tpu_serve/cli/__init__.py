@@ -1,0 +1,1 @@
+"""The tpu-serve command."""

@@ -1,0 +1,121 @@
+"""`tpu-serve bench prefill` and `tpu-serve bench decode`: the engine alone, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_serve.cli.options import add_engine_options, engine_config, positive
+from tpu_serve.config import ConfigError
+
+if TYPE_CHECKING:
+    from tpu_serve.bench.report import Report
+    from tpu_serve.bench.sweep import Sweep
+
+
+def register(subparsers: Any) -> None:
+    bench = subparsers.add_parser(
+        "bench",
+        help="measure the engine on this machine",
+        description="Measures the engine with random prompts and greedy decoding, prefix caching off, no server in between.",
+    )
+    kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    prefill = kinds.add_parser(
+        "prefill",
+        help="time to first token, by prompt length and batch size",
+        description="Time from a batch of random prompts to the first token of each.",
+    )
+    _add_options(prefill, run_prefill, input_lens=(16, 64, 256), batch_sizes=(1, 4), num_iters=10, num_warmup=2)
+    decode = kinds.add_parser(
+        "decode",
+        help="time per decode step, by batch size",
+        description="Time of a step in which every sequence of a batch gets one token, apart from the prefill before.",
+    )
+    decode.add_argument(
+        "--output-len",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="tokens generated per prompt (default: %(default)s)",
+    )
+    _add_options(decode, run_decode, input_lens=(32,), batch_sizes=(1, 4, 16), num_iters=3, num_warmup=1)
+
+
+def _add_options(
+    parser: argparse.ArgumentParser,
+    run: Any,
+    *,
+    input_lens: Sequence[int],
+    batch_sizes: Sequence[int],
+    num_iters: int,
+    num_warmup: int,
+) -> None:
+    def add(flag: str, default: Any, help: str, **settings: Any) -> None:
+        shown = default if isinstance(default, int) else " ".join(map(str, default))
+        parser.add_argument(flag, default=default, help=f"{help} (default: {shown})", metavar="N", **settings)
+
+    add("--input-len", tuple(input_lens), "prompt lengths in tokens", type=positive, nargs="+")
+    add("--batch-size", tuple(batch_sizes), "numbers of prompts at once", type=positive, nargs="+")
+    add("--num-iters", num_iters, "measured batches per case", type=positive)
+    add("--num-iters-warmup", num_warmup, "batches per case before those", type=_count)
+    parser.add_argument(
+        "--output-json", type=Path, metavar="FILE", help="write everything, raw samples included, to FILE"
+    )
+    add_engine_options(parser, without={"enable_prefix_caching"})
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run_prefill(arguments: argparse.Namespace) -> int:
+    """Measures, prints a table and perhaps writes a file; returns the exit code."""
+    config, sweep = engine_config(arguments, enable_prefix_caching=False), _sweep(arguments)
+
+    from tpu_serve.bench.run import bench_prefill
+    from tpu_serve.cli.progress import Progress
+
+    with Progress(sweep.num_runs, "batches") as progress:
+        report = bench_prefill(config, sweep, progress.phase, progress.advance)
+    return _show(report, arguments)
+
+
+def run_decode(arguments: argparse.Namespace) -> int:
+    """Measures, prints a table and perhaps writes a file; returns the exit code."""
+    config, sweep = engine_config(arguments, enable_prefix_caching=False), _sweep(arguments)
+
+    from tpu_serve.bench.run import bench_decode
+    from tpu_serve.cli.progress import Progress
+
+    with Progress(sweep.num_runs, "batches") as progress:
+        report = bench_decode(config, sweep, arguments.output_len, progress.phase, progress.advance)
+    return _show(report, arguments)
+
+
+def _sweep(arguments: argparse.Namespace) -> Sweep:
+    from tpu_serve.bench.sweep import Sweep
+
+    file = arguments.output_json
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ConfigError(f"--output-json {file} cannot be written: it is a folder, or its folder does not exist.")
+    return Sweep(
+        input_lens=tuple(arguments.input_len),
+        batch_sizes=tuple(arguments.batch_size),
+        num_iters=arguments.num_iters,
+        num_warmup=arguments.num_iters_warmup,
+    )
+
+
+def _show(report: Report, arguments: argparse.Namespace) -> int:
+    print(report.text())
+    if arguments.output_json is not None:
+        try:
+            report.write(arguments.output_json)
+        except OSError as error:
+            raise ConfigError(f"--output-json {arguments.output_json} cannot be written: {error.strerror}.") from None
+        print(f"wrote {arguments.output_json}", file=sys.stderr)
+    return 0
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else positive(text)

@@ -1,0 +1,58 @@
+"""`tpu-serve COMMAND …`. Commands import what is heavy only when they run, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tpu_serve.cli import batch, bench, serve
+from tpu_serve.cli.parser import Parser
+from tpu_serve.config import ConfigError
+
+FAILED_TO_RUN = 2
+INTERRUPTED = 130
+COMMANDS = (serve, batch, bench)
+"""Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 2 when it could not run (one line on stderr says why), 130 when interrupted."""
+    try:
+        arguments = _parser().read(sys.argv[1:] if argv is None else argv)
+        code: int = arguments.run(arguments)
+        return code
+    except ConfigError as error:
+        print(f"tpu-serve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED_TO_RUN
+    except KeyboardInterrupt:
+        print("tpu-serve: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as finished:  # --help and --version
+        return finished.code if isinstance(finished.code, int) else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tpu-serve", description="Inference server for mixture-of-experts language models on TPUs.")
+    parser.add_argument("--version", action=_Version, help="show the version")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version, which takes a moment to find out."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"tpu-serve {version('tpu-serve')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Command line flags, made from the declaration in `tpu_serve.config`: an option added there appears here by itself.
+
+Only flags that the user gave reach the configuration, so that defaults live in one place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Any
+
+from tpu_serve.config import ConfigError, EngineConfig, ServerConfig, engine_options, parse_count
+
+SIZES = frozenset({"max_model_len", "kv_cache_memory_bytes", "max_request_bytes"})
+"""Options that take suffixes, as in 32k."""
+REPEATED = frozenset({"api_key"})
+"""Options that take one value at a time and may be given again; other lists take all their values at once."""
+
+_PART_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling", "compile": "compiled programs"}
+_POSITIONAL_MODEL = "positional_model"
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Adds MODEL and a flag for every engine option except those named in `without`."""
+    parser.add_argument(
+        _POSITIONAL_MODEL,
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="a Hugging Face folder or hub id; the embedded model when left out",
+    )
+    groups: dict[str, Any] = {}
+    hints = _type_hints(*(type(getattr(EngineConfig(), part)) for part in _PART_TITLES))
+    for part, name, item in engine_options():
+        if part not in groups:
+            groups[part] = parser.add_argument_group(_PART_TITLES.get(part, part))
+        if name not in without:
+            _add_flag(groups[part], name, item, hints[name])
+
+
+def add_server_options(parser: argparse.ArgumentParser, *, only: Collection[str] | None = None) -> None:
+    """Adds a flag for every option of the server, or for those named in `only`."""
+    group = parser.add_argument_group("server" if only is None else "requests")
+    hints = _type_hints(ServerConfig)
+    for item in dataclasses.fields(ServerConfig):
+        if only is None or item.name in only:
+            _add_flag(group, item.name, item, hints[item.name])
+
+
+def engine_config(arguments: argparse.Namespace, **forced: Any) -> EngineConfig:
+    """The engine configuration that a command line asked for; `forced` options win.
+
+    Raises:
+      ConfigError: a value is impossible, or the model is named twice.
+    """
+    given = {name: getattr(arguments, name) for _, name, _ in engine_options() if hasattr(arguments, name)}
+    positional = getattr(arguments, _POSITIONAL_MODEL, None)
+    if positional is not None:
+        if given.get("model", positional) != positional:
+            raise ConfigError(f"The model is named twice: {positional!r} and --model {given['model']!r}.")
+        given["model"] = positional
+    return EngineConfig.from_options(**{**given, **forced})
+
+
+def server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """The server configuration that a command line asked for.
+
+    Raises:
+      ConfigError: a value is impossible.
+    """
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(ServerConfig):
+        if hasattr(arguments, item.name):
+            value = getattr(arguments, item.name)
+            values[item.name] = tuple(value) if isinstance(value, list) else value
+    return ServerConfig(**values)
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _type_hints(*classes: type) -> dict[str, Any]:
+    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+
+
+def _add_flag(group: Any, name: str, item: dataclasses.Field[Any], hint: Any) -> None:
+    metadata = item.metadata
+    flags = [_spelled(name), *metadata["aliases"]]
+    settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(item)}
+    if hint is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
+        return
+    if metadata["choices"]:
+        settings["choices"] = metadata["choices"]
+    else:
+        settings["metavar"] = metadata["metavar"] or _metavar(name)
+        settings["type"] = _reader(name, hint)
+    if typing.get_origin(hint) is tuple:
+        settings.update({"action": "append"} if name in REPEATED else {"action": "extend", "nargs": "+"})
+    group.add_argument(*flags, **settings)
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _metavar(name: str) -> str:
+    return "SIZE" if name in SIZES else name.rsplit("_", 1)[-1].upper()
+
+
+def _help(item: dataclasses.Field[Any]) -> str:
+    text = item.metadata["help"].replace("%", "%%")
+    default = item.default
+    if default is dataclasses.MISSING or default is None or default in ("", ()):
+        return text  # the text itself says what happens when it is left out
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return f"{text} (default: {shown})"
+
+
+def _reader(name: str, hint: Any) -> Callable[[str], Any]:
+    """What turns the text of a flag into a value (into one element, for a list)."""
+    if name in SIZES:
+        return _size
+    readers: dict[type, Callable[[str], Any]] = {int: _integer, float: _number, str: str, dict: _json_object}
+    if typing.get_origin(hint) in (tuple, types.UnionType):  # tuple[int, ...] and `int | None`
+        hint = typing.get_args(hint)[0]
+    return readers[typing.get_origin(hint) or hint]
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

@@ -1,0 +1,28 @@
+"""`tpu-serve serve`: the HTTP endpoint."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tpu_serve.cli.options import add_engine_options, add_server_options, engine_config, server_config
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serves a model over HTTP with the OpenAI API. Flags may be spelled with - or _.",
+    )
+    add_engine_options(parser)
+    add_server_options(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until it is told to stop; returns the exit code."""
+    engine, server = engine_config(arguments), server_config(arguments)
+
+    from tpu_serve.server.run import serve
+
+    return serve(server, engine)

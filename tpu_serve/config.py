@@ -1,0 +1,269 @@
+"""Every option of the engine and the server: one frozen dataclass a topic, each field carrying its own help text.
+
+The command line, `LLM(...)` and `/metrics` all read this one declaration. Checks that need no model happen here; the only reads of
+environment variables in the package happen here too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded" / "tiny-chat"
+"""The model that is used when none is named."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message holds the number that did not fit and the option that would."""
+
+
+def option(
+    default: Any, help: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = (), metavar: str = ""
+) -> Any:
+    """A dataclass field that the command line can show: `aliases` are further flag names, spelled as flags."""
+    metadata = {"help": help, "aliases": aliases, "choices": choices, "metavar": metavar}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _check_choices(part: Any) -> None:
+    for item in dataclasses.fields(part):
+        choices = item.metadata.get("choices")
+        if choices and getattr(part, item.name) not in choices:
+            raise ConfigError(
+                f"--{item.name.replace('_', '-')} must be one of {', '.join(choices)}, got {getattr(part, item.name)!r}."
+            )
+
+
+def _check_at_least(part: Any, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}.")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which weights, in which type."""
+
+    model: str = option(
+        "", "a Hugging Face folder or hub id; the embedded model when left out", aliases=("--model-path",)
+    )
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    load_format: str = option(
+        "auto", "'dummy' makes random weights and reads only config.json", choices=("auto", "safetensors", "dummy")
+    )
+    dtype: str = option(
+        "auto",
+        "type of weights and activations; 'auto' is the checkpoint's own",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt plus answer in tokens (k and m suffixes allowed); the model's own limit when left out",
+        aliases=("--context-length",),
+    )
+    hf_overrides: dict[str, Any] = option(
+        {}, "JSON object laid over config.json, for example to cut layers", metavar="JSON"
+    )
+    moe_backend: str = option(
+        "auto", "which mixture-of-experts implementation runs", choices=("auto", "dense", "ragged")
+    )
+    seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_at_least(self, 2, "max_model_len")
+
+    @property
+    def source(self) -> str:
+        return self.model or str(EMBEDDED_MODEL)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The paged KV cache."""
+
+    page_size: int | None = option(
+        None, "tokens per page of the KV cache; 16 on CPU and 128 on TPU when left out", aliases=("--block-size",)
+    )
+    num_pages: int | None = option(
+        None,
+        "pages of the KV cache; computed from the memory limits when left out",
+        aliases=("--num-gpu-blocks-override",),
+    )
+    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache (k, m, g suffixes allowed)")
+    device_memory_utilization: float = option(
+        0.9,
+        "share of device memory that weights and KV cache may take",
+        aliases=("--gpu-memory-utilization", "--hbm-utilization", "--mem-fraction-static"),
+    )
+    enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "page_size", "kv_cache_memory_bytes")
+        _check_at_least(self, 2, "num_pages")
+        if self.page_size is not None and self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}.")
+        if not 0 < self.device_memory_utilization <= 1:
+            raise ConfigError(f"--device-memory-utilization must be in (0, 1], got {self.device_memory_utilization}.")
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How requests share a step."""
+
+    max_num_seqs: int | None = option(
+        None, "most sequences in one step; 64 on CPU and 128 on TPU when left out", aliases=("--max-running-requests",)
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "token budget of one step, the size of a prefill chunk; 512 on CPU and 2048 on TPU when left out",
+        aliases=("--chunked-prefill-size",),
+    )
+    max_num_queued_reqs: int | None = option(None, "most requests that may wait; 16 times --max-num-seqs when left out")
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Compiled programs."""
+
+    token_buckets: tuple[int, ...] = option(
+        (),
+        "token counts that get a compiled program, the last one being the token budget; chosen when left out",
+        metavar="N",
+    )
+    compile_cache_dir: str | None = option(
+        None,
+        "folder that keeps compiled programs between starts; 'off' disables it; ~/.cache/tpu-serve/compile when left out",
+    )
+
+    def __post_init__(self) -> None:
+        if list(self.token_buckets) != sorted(set(self.token_buckets)) or any(n < 1 for n in self.token_buckets):
+            raise ConfigError(
+                f"--token-buckets must be positive and rising, got {' '.join(map(str, self.token_buckets))}."
+            )
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where compiled programs are kept, or None when that is switched off."""
+        if self.compile_cache_dir == "off":
+            return None
+        if self.compile_cache_dir:
+            return Path(self.compile_cache_dir).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "tpu-serve" / "compile"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine is built from."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Builds the configuration from flat option names, as in `LLM(model=…, max_model_len=…)`.
+
+        Raises:
+          ConfigError: an option does not exist (with the nearest name) or its value is impossible.
+        """
+        homes = {name: part for part, name, _ in engine_options()}
+        for name in options:
+            if name not in homes:
+                near = difflib.get_close_matches(name, homes, n=1)
+                raise ConfigError(f"Unknown option {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+        parts: dict[str, dict[str, Any]] = {part.name: {} for part in dataclasses.fields(cls)}
+        for name, value in options.items():
+            parts[homes[name]][name] = tuple(value) if isinstance(value, list) else value
+        return cls(**{part: _PARTS[part](**values) for part, values in parts.items()})
+
+    def non_default(self) -> dict[str, Any]:
+        """Options that differ from their defaults, for the log."""
+        base = EngineConfig()
+        return {
+            name: getattr(getattr(self, part), name)
+            for part, name, _ in engine_options()
+            if getattr(getattr(self, part), name) != getattr(getattr(base, part), name)
+        }
+
+
+_PARTS: Mapping[str, Any] = {
+    "model": ModelOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "compile": CompileOptions,
+}
+
+
+def engine_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
+    """(part, option name, field) of every engine option, in the order of the help text."""
+    for part, cls in _PARTS.items():
+        for item in dataclasses.fields(cls):
+            yield part, item.name, item
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP endpoint."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    served_model_name: tuple[str, ...] = option(
+        (), "names that requests may use for the model; the first one is echoed", metavar="NAME"
+    )
+    api_key: tuple[str, ...] = option(
+        (), "key that requests must bring; may be repeated; also read from TPU_SERVE_API_KEY", metavar="KEY"
+    )
+    chat_template: str | None = option(
+        None, "file with a jinja2 chat template that replaces the model's", metavar="FILE"
+    )
+    strict_fields: bool = option(
+        False, "answer 400 to unknown request fields instead of naming them in a response header"
+    )
+    max_request_bytes: int = option(32 * 2**20, "largest request body (k, m, g suffixes allowed)")
+    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    log_level: str = option("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
+    enable_log_requests: bool = option(False, "log every request's id, sizes and outcome (never its text)")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_at_least(self, 1, "max_request_bytes")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout}.")
+
+    @property
+    def api_keys(self) -> frozenset[str]:
+        from_environment = os.environ.get("TPU_SERVE_API_KEY")
+        return frozenset(self.api_key) | (frozenset([from_environment]) if from_environment else frozenset())
+
+
+_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_count(text: str) -> int:
+    """Reads `4096`, `32k`, `1m` or `2g` (binary multiples).
+
+    Raises:
+      ConfigError: the text is not such a number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not match:
+        raise ConfigError(f"{text!r} is not a number such as 4096, 32k or 2g.")
+    return int(float(match[1]) * _SUFFIXES[match[2]])

@@ -1,0 +1,1 @@
+"""Chips, meshes, parameters and the data that crosses to the device."""

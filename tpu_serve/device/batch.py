@@ -1,0 +1,79 @@
+"""What crosses to the device for one step: a ragged batch of mixed prefill chunks and decodes.
+
+Letters: T tokens of the bucket, S sequence rows of the bucket, P pages a sequence can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import jax
+
+
+def pytree(cls: type) -> type:
+    """Registers a dataclass whose fields are all arrays or trees of arrays."""
+    return jax.tree_util.register_dataclass(cls, data_fields=[item.name for item in fields(cls)], meta_fields=[])
+
+
+@pytree
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each sequence row samples; see `SamplingParams`.
+
+    Attributes:
+      temperature: f32[S], 0 for greedy.
+      top_p, min_p: f32[S].
+      top_k: i32[S], 0 for no limit.
+      seed_low, seed_high: i32[S], halves of the 64-bit seed.
+      choice: i32[S].
+      output_position: i32[S], index of the sampled token within the answer.
+      any_random, any_filter, any_logprobs: i32[], whether any row needs that work at all.
+    """
+
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    top_k: jax.Array
+    seed_low: jax.Array
+    seed_high: jax.Array
+    choice: jax.Array
+    output_position: jax.Array
+    any_random: jax.Array
+    any_filter: jax.Array
+    any_logprobs: jax.Array
+
+
+@pytree
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. Sequences lie one after another along T, those with a single token first; rows after `num_seqs` are padding.
+
+    Attributes:
+      token_ids: i32[T].
+      from_slot: i32[T], slot whose last sampled token is to be read instead of token_ids, -1 for none.
+      positions: i32[T], index of the token in its sequence.
+      seq_of_token: i32[T], row in S, -1 for padding.
+      kv_index: i32[T], where the token's key and value go: page * page_size + offset; padding goes to page 0.
+      page_table: i32[S, P].
+      kv_lens: i32[S], tokens of the sequence once this step has run.
+      cu_q_lens: i32[S + 1], where each sequence's tokens start in T.
+      num_seqs: i32[], rows in use.
+      num_tokens: i32[], tokens in use.
+      sample_at: i32[S], index in T of the row's last token.
+      slots: i32[S], slot that takes the sampled token; out of range where nothing is sampled.
+      sampling: how each row samples.
+    """
+
+    token_ids: jax.Array
+    from_slot: jax.Array
+    positions: jax.Array
+    seq_of_token: jax.Array
+    kv_index: jax.Array
+    page_table: jax.Array
+    kv_lens: jax.Array
+    cu_q_lens: jax.Array
+    num_seqs: jax.Array
+    num_tokens: jax.Array
+    sample_at: jax.Array
+    slots: jax.Array
+    sampling: SamplingRows

@@ -1,0 +1,45 @@
+"""Devices in a grid, and which logical axis of an array lies along which mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AxisRules = Mapping[str, str]
+"""Logical axis name to mesh axis name; a name that is absent is not split."""
+
+MODEL_AXIS = "model"
+
+DEFAULT_RULES: AxisRules = {
+    "vocab": MODEL_AXIS,
+    "heads": MODEL_AXIS,
+    "kv_heads": MODEL_AXIS,
+    "mlp": MODEL_AXIS,
+    "experts": MODEL_AXIS,
+}
+
+
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """All devices in one row along the model axis."""
+    return Mesh(np.asarray(devices), (MODEL_AXIS,))
+
+
+def named_sharding(mesh: Mesh, rules: AxisRules, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """Sharding of an array with these logical axes.
+
+    Raises:
+      ValueError: a dimension is not a multiple of the mesh axis it should be split over, or two dimensions want one mesh axis.
+    """
+    names = [rules.get(axis) if axis is not None else None for axis in axes]
+    used = [name for name in names if name is not None]
+    if len(used) != len(set(used)):
+        raise ValueError(f"axes {tuple(axes)} put two dimensions on one mesh axis: {names}")
+    for axis, name, size in zip(axes, names, shape, strict=True):
+        if name is not None and size % mesh.shape[name]:
+            raise ValueError(
+                f"axis {axis!r} of size {size} cannot be split over {mesh.shape[name]} devices of mesh axis {name!r}"
+            )
+    return NamedSharding(mesh, PartitionSpec(*names))

@@ -1,0 +1,180 @@
+"""The composition root: reads a model folder and puts the engine together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpu_serve.checkpoint.folder import resolve
+from tpu_serve.checkpoint.loader import load_params
+from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.device.chip import GIB, Chip, chip_of
+from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
+from tpu_serve.device.params import num_bytes, num_params, random_init
+from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.engine.plan import EnginePlan, make_plan
+from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
+from tpu_serve.layers.attention import pages_per_block
+from tpu_serve.layers.moe.backends import choose_backend
+from tpu_serve.models.base import Model
+from tpu_serve.models.registry import build_model
+from tpu_serve.request import InvalidRequest, SamplingParams
+from tpu_serve.runner.model_runner import DeviceState, ModelRunner
+from tpu_serve.scheduler.page_pool import PagePool
+from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Phase = Callable[[str, float], None]
+"""Told the name of the phase under way and the share of it that is done, 0 to 1."""
+
+# Sampling defaults of generation_config.json that are not served yet, and the value at which each changes nothing.
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: None) -> Engine:
+    """Reads config, tokenizer and weights, allocates the cache and compiles every program.
+
+    Raises:
+      ConfigError: something does not fit; everything that can be checked is checked before weights are read.
+    """
+    on_phase("config", 0.0)
+    _set_up_compile_cache(config)
+    dummy = config.model.load_format == "dummy"
+    folder = resolve(config.model.source, config.model.revision, weights=not dummy)
+    hf_config = read_config(folder, config.model.hf_overrides)
+    model = build_model(hf_config)
+    dtype = _dtype(config, hf_config)
+    device = jax.devices()[0]
+    chip, mesh = chip_of(device), make_mesh([device])
+    specs = model.param_specs(dtype)
+    cache_layout = model.cache_layout(dtype).for_chip(chip)
+    plan = make_plan(config, model.max_position, num_bytes(specs), cache_layout, chip)
+    experts = choose_backend(config.model.moe_backend, model.moe, chip)
+    on_phase("tokenizer", 0.0)
+    tokenizer = _tokenizer(config, folder)
+
+    on_phase("weights", 0.0)
+    if dummy:
+        params = random_init(specs, mesh, DEFAULT_RULES, config.model.seed)
+    else:
+        params = load_params(
+            specs, folder, mesh, DEFAULT_RULES, ignore=model.ignored_weights,
+            progress=lambda done, total: on_phase("weights", done / max(1, total)),
+        )  # fmt: skip
+    on_phase("compile", 0.0)
+    scheduler = Scheduler(
+        PagePool(plan.num_pages, plan.page_size),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    state = DeviceState(
+        cache_layout.allocate(plan.num_pages, plan.page_size, mesh, DEFAULT_RULES),
+        jnp.zeros(scheduler.num_slots, jnp.int32, device=device),
+    )
+    layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
+    runner = ModelRunner(model, params, state, experts, layouts, min(tokenizer.vocab_size, model.vocab_size))
+    started = time.perf_counter()
+    runner.compile(lambda done, total: on_phase("compile", done / total))
+    _report(model, hf_config, plan, chip, dtype, specs, time.perf_counter() - started)
+    info = ModelInfo(
+        name=config.model.source,
+        architecture=hf_config.architecture,
+        max_model_len=plan.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids(hf_config),
+        default_params=_default_params(folder),
+        num_params=num_params(specs),
+        max_num_queued=plan.max_num_queued,
+    )
+    return Engine(config, info, Intake(info, config.model.seed), EngineCore(scheduler, runner), tokenizer)
+
+
+def _set_up_compile_cache(config: EngineConfig) -> None:
+    cache = config.compile.cache_folder
+    if cache is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--compile-cache-dir {cache} cannot be used: {error.strerror}. 'off' does without."
+        ) from None
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    # Small programs too: a second start should compile nothing.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _dtype(config: EngineConfig, hf_config: HFConfig) -> Any:
+    name = config.model.dtype
+    if name == "auto":
+        name = hf_config.get("dtype", "bfloat16")
+        if name == "float16":
+            logger.info(
+                "The checkpoint is float16, which TPUs do not compute in: bfloat16 is used (--dtype float32 keeps every bit)"
+            )
+            name = "bfloat16"
+    if name not in ("bfloat16", "float32"):
+        raise ConfigError(
+            f"config.json: dtype {name!r} is not supported; choose with --dtype bfloat16 or --dtype float32."
+        )
+    return jnp.dtype(name)
+
+
+def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    if config.model.tokenizer is None:
+        return Tokenizer.load(folder)
+    return Tokenizer.load(resolve(config.model.tokenizer, config.model.revision, weights=False))
+
+
+def _default_params(folder: Path) -> dict[str, Any]:
+    """Sampling defaults of the model that we serve; the others are named in the log."""
+    given: dict[str, Any] = dict(read_generation_config(folder).sampling)
+    for name, neutral in _NEUTRAL.items():
+        if given.pop(name, neutral) != neutral:
+            logger.warning("generation_config.json asks for %s, which is not supported yet: it is left out", name)
+    if given:
+        logger.info(
+            "Sampling defaults from generation_config.json: %s",
+            ", ".join(f"{name}={value}" for name, value in given.items()),
+        )
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise ConfigError(f"generation_config.json: {error.message}") from None
+    return given
+
+
+def _report(
+    model: Model, hf_config: HFConfig, plan: EnginePlan, chip: Chip, dtype: Any, specs: Any, compile_seconds: float
+) -> None:
+    logger.info(
+        "%s: %.1fM parameters, %.3f GiB of weights in %s on %s",
+        hf_config.architecture, num_params(specs) / 1e6, num_bytes(specs) / GIB, dtype.name, chip.name,
+    )  # fmt: skip
+    cache_tokens = (plan.num_pages - 1) * plan.page_size
+    logger.info(
+        "KV cache size: %d tokens in pages of %d (%.3f GiB). Maximum concurrency for %d tokens per request: %.1fx",
+        cache_tokens, plan.page_size, plan.num_pages * model.cache_layout(dtype).page_bytes(plan.page_size) / GIB,
+        plan.max_model_len, cache_tokens / plan.max_model_len,
+    )  # fmt: skip
+    logger.info(
+        "Compiled %d programs in %.1f s, for %s tokens",
+        len(plan.buckets),
+        compile_seconds,
+        ", ".join(map(str, plan.buckets)),
+    )

@@ -1,0 +1,29 @@
+"""An engine ready to run, and what its frontends need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpu_serve.config import EngineConfig
+from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What `build_engine` makes. Hand `core` to one `EngineClient`, or step it yourself.
+
+    Attributes:
+      config: as given.
+      info: sizes and defaults of the model.
+      intake: makes requests for the core.
+      core: the step loop.
+      tokenizer: of the model.
+    """
+
+    config: EngineConfig
+    info: ModelInfo
+    intake: Intake
+    core: EngineCore
+    tokenizer: Tokenizer

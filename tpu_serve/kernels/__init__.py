@@ -1,0 +1,1 @@
+"""Pallas kernels, one folder each."""

@@ -1,0 +1,151 @@
+"""Implementations of the expert computation behind one protocol.
+
+Every backend computes `sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t))` with e = expert_ids[t, k], and nothing for id -1.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from tpu_serve.config import ConfigError
+from tpu_serve.device.chip import Chip
+from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertBackend(Protocol):
+    """One way to compute the experts."""
+
+    @property
+    def name(self) -> str: ...
+
+    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
+        """None when it can run there, else the reason why not, as a sentence."""
+
+    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        """[T, H] -> [T, H] in the type of x."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Every expert on every token: the oracle. Costs num_experts / top_k times the work that is needed."""
+
+    name: str = "dense"
+
+    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
+        return None
+
+    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        num_experts = len(weights.gate_up)
+        chosen = routing.expert_ids[..., None] == jnp.arange(num_experts)  # [T, K, E]; id -1 matches none
+        share = jnp.sum(jnp.where(chosen, routing.weights[..., None], 0.0), axis=1)
+        gate_up = jnp.einsum("th,ezhi->tezi", x, weights.gate_up)
+        inner = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        out = jnp.einsum("tei,eih->teh", inner, weights.down)
+        return jnp.einsum("teh,te->th", out.astype(jnp.float32), share).astype(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Sort the assignments by expert, then one grouped product per projection.
+
+    On TPU the grouped product is `jax.lax.ragged_dot`. On CPU, where XLA expands that into a product with every expert, each expert's rows are
+    padded to blocks of rows and a loop runs over the blocks in use.
+    """
+
+    chip_is_tpu: bool
+    name: str = "ragged"
+
+    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
+        return None
+
+    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        return (_ragged_dot if self.chip_is_tpu else _row_blocks)(x, routing, weights)
+
+
+def _sort_by_expert(expert_ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Assignments in order of expert, those without one last.
+
+    Returns:
+      order i32[A], the assignment at each sorted place; rank i32[A], the place of each assignment; counts i32[E].
+    """
+    ids = jnp.where(expert_ids < 0, num_experts, expert_ids).reshape(-1)
+    order = jnp.argsort(ids, stable=True)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+    counts = jnp.sum(ids[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return order.astype(jnp.int32), rank.astype(jnp.int32), counts
+
+
+def _combine(rows: jax.Array, routing: Routing, dtype: jnp.dtype) -> jax.Array:
+    """Weighted sum over k of rows [T, K, H], in float32. Rows without an expert may hold anything."""
+    valid = (routing.expert_ids >= 0)[..., None]
+    return jnp.sum(jnp.where(valid, rows.astype(jnp.float32) * routing.weights[..., None], 0.0), axis=1).astype(dtype)
+
+
+def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    top_k, hidden = routing.expert_ids.shape[1], x.shape[1]
+    order, rank, counts = _sort_by_expert(routing.expert_ids, len(weights.gate_up))
+    rows = x[order // top_k]
+    gate = jax.lax.ragged_dot(rows, weights.gate_up[:, 0], counts, preferred_element_type=jnp.float32)
+    up = jax.lax.ragged_dot(rows, weights.gate_up[:, 1], counts, preferred_element_type=jnp.float32)
+    inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+    out = jax.lax.ragged_dot(inner, weights.down, counts, preferred_element_type=jnp.float32)
+    return _combine(out[rank].reshape(len(x), top_k, hidden), routing, x.dtype)
+
+
+def _block_rows(num_assignments: int, num_experts: int) -> int:
+    """Rows per block: about an expert's fair share, between 8 (shorter products take a slow path) and 32."""
+    return 8 if num_assignments <= 8 * num_experts else 16 if num_assignments <= 16 * num_experts else 32
+
+
+def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    num_tokens, top_k = routing.expert_ids.shape
+    num_experts, hidden = len(weights.gate_up), x.shape[1]
+    num_assignments = num_tokens * top_k
+    size = _block_rows(num_assignments, num_experts)
+    num_blocks = min(num_assignments, num_assignments // size + num_experts)
+    _, rank, counts = _sort_by_expert(routing.expert_ids, num_experts)
+    blocks = -(-counts // size)
+    blocks_end = jnp.cumsum(blocks)
+    # Row of each assignment in the padded buffer: its expert's first block, then its place among the expert's rows.
+    first_row, first_place = (blocks_end - blocks) * size, jnp.cumsum(counts) - counts
+    ids = routing.expert_ids.reshape(-1)
+    row = jnp.where(ids < 0, num_blocks * size, first_row[ids] + rank - first_place[ids])
+    token = jnp.arange(num_assignments, dtype=jnp.int32) // top_k
+    buffer = jnp.zeros((num_blocks * size, hidden), x.dtype).at[row].set(x[token], mode="drop")
+    expert_of_block = jnp.searchsorted(blocks_end, jnp.arange(num_blocks), side="right", method="compare_all")
+
+    def body(block: jax.Array, out: jax.Array) -> jax.Array:
+        expert = expert_of_block[block]
+        rows = jax.lax.dynamic_slice_in_dim(buffer, block * size, size)
+        gate_up = jax.lax.dynamic_index_in_dim(weights.gate_up, expert, keepdims=False)
+        inner = jax.nn.silu(rows @ gate_up[0]) * (rows @ gate_up[1])
+        done = inner @ jax.lax.dynamic_index_in_dim(weights.down, expert, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(out, done, block * size, axis=0)
+
+    out = jax.lax.fori_loop(0, blocks_end[-1], body, jnp.zeros_like(buffer))
+    return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing, x.dtype)
+
+
+def choose_backend(name: str, config: MoEConfig, chip: Chip) -> ExpertBackend:
+    """The backend of this name; "auto" takes the fastest one that supports the layer, and the log says which and why.
+
+    Raises:
+      ConfigError: the named backend does not support the layer, with its reason.
+    """
+    known: dict[str, ExpertBackend] = {"ragged": Ragged(chip.is_tpu), "dense": Dense()}
+    for backend in known.values() if name == "auto" else [known[name]]:
+        reason = backend.supports(config, chip)
+        if reason is None:
+            logger.info(
+                "MoE backend: %s%s", backend.name, " (the fastest that supports this layer)" if name == "auto" else ""
+            )
+            return backend
+        logger.info("MoE backend %s cannot run: %s", backend.name, reason)
+    raise ConfigError(f"--moe-backend {name} cannot run this model: {reason}")

@@ -1,0 +1,205 @@
+"""Offline generation: the same engine, driven from the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from tpu_serve.config import EngineConfig
+from tpu_serve.engine.build import build_engine
+from tpu_serve.engine.choice import Choice
+from tpu_serve.request import FinishReason, InvalidRequest, SamplingParams, TokenLogprobs, TokenOutput
+from tpu_serve.text.chat_template import ChatTemplate
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""A chat message: `{"role": …, "content": …}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """One answer to a prompt.
+
+    Attributes:
+      text: cut at a stop string.
+      token_ids: of the answer, a final end-of-sequence token included.
+      finish_reason: "stop" or "length".
+      stop_reason: the stop string or the stop token id that ended it; None for an end-of-sequence id.
+      logprobs: one entry per token when asked for, else None.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Everything that came of one prompt.
+
+    Attributes:
+      prompt: as given; the rendered text for `LLM.chat`.
+      prompt_token_ids: what the model saw.
+      outputs: one per choice.
+      num_cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[ChoiceOutput, ...]
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model ready to generate. Not for use from several threads at once.
+
+    Args:
+      model: a Hugging Face folder or hub id; the embedded model when left out.
+      options: any engine option by name, for example `max_model_len=4096` or `dtype="float32"`; `tpu-serve serve --help` lists them.
+
+    Raises:
+      ConfigError: an option does not exist or does not fit.
+    """
+
+    def __init__(self, model: str = "", **options: Any):
+        self.engine = build_engine(EngineConfig.from_options(model=model, **options))
+        self.tokenizer = self.engine.tokenizer
+        self._template = ChatTemplate.load(self.tokenizer)
+        self._num_requests = 0
+
+    def default_params(self, **values: Any) -> SamplingParams:
+        """Sampling parameters over the model's own defaults (generation_config.json)."""
+        return self.engine.intake.params(**values)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all of them in one continuous batch.
+
+        Args:
+          prompts: one prompt or several; a text or a list of token ids each.
+          params: for all prompts, or one per prompt; the model's defaults when left out.
+          use_tqdm: show a progress bar.
+
+        Returns:
+          One output per prompt, in order.
+
+        Raises:
+          InvalidRequest: a prompt or a parameter does not fit the model. Nothing has been generated then.
+        """
+        batch: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+        return self._run(batch, ids, self._spread(params, len(batch)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several.
+
+        Args:
+          messages: a list of messages, or a list of such lists.
+          params: for all conversations, or one per conversation; the model's defaults when left out.
+          use_tqdm: show a progress bar.
+          template_kwargs: handed to the chat template, for example `enable_thinking=False`.
+
+        Raises:
+          InvalidRequest: as for `generate`, or the model has no chat template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("messages", "This model has no chat template.")
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts: list[Prompt] = [self._template.render(conversation, **template_kwargs) for conversation in conversations]
+        ids = [self.tokenizer.encode(str(text), add_special_tokens=False) for text in texts]
+        return self._run(texts, ids, self._spread(params, len(texts)), use_tqdm)
+
+    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest("params", f"{len(params)} sampling parameters for {count} prompts.")
+        return list(params)
+
+    def _run(
+        self, prompts: list[Prompt], ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        core = self.engine.core
+        collectors: dict[str, _Collector] = {}
+        groups: list[list[_Collector]] = []
+        for prompt_ids, one in zip(ids, params, strict=True):
+            self._num_requests += 1
+            requests = self.engine.intake.requests(f"offline-{self._num_requests}", prompt_ids, one)
+            groups.append([_Collector(Choice(request, self.tokenizer)) for request in requests])
+        for collector in (collector for group in groups for collector in group):
+            collectors[collector.choice.request.id] = collector
+            core.add(collector.choice.request)
+        try:
+            with tqdm(total=len(collectors), unit="answer", disable=not use_tqdm) as bar:
+                while collectors:
+                    for output in core.step():
+                        if output.request_id not in collectors:
+                            continue  # ended at a stop string while this step ran
+                        collector = collectors[output.request_id]
+                        collector.feed(output)
+                        if collector.choice.finish_reason is not None:
+                            del collectors[output.request_id]
+                            core.abort(output.request_id, FinishReason.STOP)
+                            bar.update()
+        finally:  # an interrupt must not leave requests behind that the next call would run
+            for request_id in collectors:
+                core.abort(request_id)
+        return [
+            RequestOutput(
+                prompt,
+                group[0].choice.request.prompt_token_ids,
+                tuple(collector.output() for collector in group),
+                group[0].choice.num_cached_tokens,
+            )
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+
+class _Collector:
+    """Joins the deltas of one choice."""
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if choice.request.params.logprobs is None else []
+        self._stop_reason: int | str | None = None
+
+    def feed(self, output: TokenOutput) -> None:
+        delta = self.choice.feed(output)
+        self._text.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        if self._logprobs is not None:
+            self._logprobs.extend(delta.logprobs or ())
+        self._stop_reason = delta.stop_reason
+
+    def output(self) -> ChoiceOutput:
+        assert self.choice.finish_reason is not None
+        logprobs = None if self._logprobs is None else tuple(self._logprobs)
+        return ChoiceOutput(
+            "".join(self._text), tuple(self._token_ids), self.choice.finish_reason, self._stop_reason, logprobs
+        )
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

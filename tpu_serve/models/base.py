@@ -1,0 +1,71 @@
+"""What every model family provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from tpu_serve.device.kv_cache import CacheLayout
+from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(q [T, N, D], k [T, K, D], v [T, K, D], cache of the layer) -> ([T, N, D], new cache). Scaling is the callee's job, by head size."""
+
+Experts = Callable[[jax.Array, Routing, ExpertWeights], jax.Array]
+"""(x [T, H], routing, weights) -> [T, H]."""
+
+
+class Model(Protocol):
+    """A family with its sizes: frozen data and pure functions. Weights are passed in, as the tree that `param_specs` describes."""
+
+    @classmethod
+    def from_config(cls, config: HFConfig) -> Model:
+        """Reads sizes from config.json.
+
+        Raises:
+          ConfigError: something is missing or not supported.
+        """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int:
+        """Longest sequence that the model was made for."""
+
+    @property
+    def moe(self) -> MoEConfig: ...
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Patterns (fnmatch) of checkpoint tensors that are skipped on purpose."""
+
+    def param_specs(self, dtype: Any) -> Any:
+        """Tree of `ParamSpec`."""
+
+    def cache_layout(self, dtype: Any) -> CacheLayout: ...
+
+    def forward(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        is_token: jax.Array,
+        caches: list[Any],
+        attend: Attend,
+        experts: Experts,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Hidden states after the final norm, [T, H], and the new caches.
+
+        Args:
+          params: weights.
+          token_ids, positions: i32[T].
+          is_token: bool[T], False for padding rows; what they hold never reaches a real row.
+          caches: one per attention layer, handed to `attend`.
+        """
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """f32[..., V] from hidden states [..., H]."""

@@ -1,0 +1,133 @@
+"""Mixtral: plain attention, then a mixture of experts, in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tpu_serve.config import ConfigError
+from tpu_serve.device.kv_cache import CacheLayout
+from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.moe.routing import MoEConfig
+from tpu_serve.layers.rope import Rope, rotate
+from tpu_serve.layers.transformer import (
+    attention_specs,
+    decoder_specs,
+    expert_specs,
+    linear_spec,
+    mixture,
+    norm_spec,
+    project_logits,
+    run_decoder,
+)
+from tpu_serve.models.base import Attend, Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtral:
+    """Sizes of a model; see `Model` for the functions."""
+
+    vocab_size: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    moe: MoEConfig
+    rope: Rope
+    epsilon: float
+    max_position: int
+    tied: bool
+
+    @classmethod
+    def from_config(cls, config: HFConfig) -> Mixtral:
+        """Reads sizes from config.json.
+
+        Raises:
+          ConfigError: something is missing or not supported.
+        """
+        if (activation := config.get("hidden_act", "silu")) != "silu":
+            raise ConfigError(
+                f"config.json: hidden_act {activation!r} is not supported for mixtral; supported is 'silu'."
+            )
+        max_position = config.get("max_position_embeddings", kind=int)
+        window = config.get("sliding_window", None, kind=int)
+        if window is not None and window < max_position:  # a longer one hides no key
+            raise ConfigError(
+                f"config.json: sliding_window {window} is not supported for mixtral; supported are null and windows of at "
+                f"least max_position_embeddings, {max_position}."
+            )
+        hidden, num_heads = config.get("hidden_size", kind=int), config.get("num_attention_heads", kind=int)
+        head_dim = config.get("head_dim", None, kind=int) or hidden // num_heads
+        return cls(
+            vocab_size=config.get("vocab_size", kind=int),
+            hidden=hidden,
+            num_layers=config.get("num_hidden_layers", kind=int),
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads", None, kind=int) or num_heads,
+            head_dim=head_dim,
+            moe=MoEConfig(
+                num_experts=config.get("num_experts", kind=int),
+                top_k=config.get("num_experts_per_tok", kind=int),
+                hidden=hidden,
+                intermediate=config.get("intermediate_size", kind=int),
+                renormalise=True,
+            ),
+            rope=Rope.from_config(head_dim, config.get("rope_theta", 1e6), config.get("rope_scaling", None)),
+            epsilon=config.get("rms_norm_eps", 1e-5),
+            max_position=max_position,
+            tied=config.get("tie_word_embeddings", False),
+        )
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        return ("lm_head.weight",) if self.tied else ()
+
+    def cache_layout(self, dtype: Any) -> CacheLayout:
+        return CacheLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+
+    def param_specs(self, dtype: Any) -> Any:
+        """Tree of `ParamSpec`."""
+        layers = [self._layer_specs(f"model.layers.{layer}", dtype) for layer in range(self.num_layers)]
+        return decoder_specs(self.vocab_size, self.hidden, layers, self.tied, dtype)
+
+    def _layer_specs(self, prefix: str, dtype: Any) -> dict[str, Any]:
+        # Published files say block_sparse_moe; transformers 5 holds the fused tensors under mlp.
+        moe, fused = f"{prefix}.block_sparse_moe", f"{prefix}.mlp"
+        attn = attention_specs(
+            f"{prefix}.self_attn", self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, dtype
+        )
+        return {
+            "input_norm": norm_spec(f"{prefix}.input_layernorm", self.hidden, dtype),
+            "attention": attn,
+            "post_attention_norm": norm_spec(f"{prefix}.post_attention_layernorm", self.hidden, dtype),
+            "router": linear_spec(
+                f"{moe}.gate", self.hidden, self.moe.num_experts, dtype, (None, None), other_names=(f"{fused}.gate",)
+            ),
+            "experts": expert_specs(f"{moe}.experts", self.moe, dtype, ("w1", "w3", "w2"), f"{fused}.experts"),
+        }
+
+    def forward(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        is_token: jax.Array,
+        caches: list[Any],
+        attend: Attend,
+        experts: Experts,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Hidden states after the final norm, [T, H], and the new caches."""
+        cos_sin = self.rope.cos_sin(positions)
+        return run_decoder(
+            params, token_ids, caches, attend,
+            head_dim=self.head_dim, epsilon=self.epsilon,
+            prepare=lambda layer, q, k: (rotate(q, cos_sin), rotate(k, cos_sin)),
+            feed_forward=lambda layer, x: mixture(layer, x, self.moe, is_token, experts),
+        )  # fmt: skip
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """f32[..., V] from hidden states [..., H]."""
+        return project_logits(hidden, params["embedding"] if self.tied else params["lm_head"])

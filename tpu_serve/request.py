@@ -1,0 +1,178 @@
+"""What a user asks of the engine and what the engine answers: plain data, no jax, no text.
+
+`SamplingParams` says how to generate, `Request` adds the prompt, `TokenOutput` is what one engine step produced for one request.
+Values are checked where they enter (`InvalidRequest` names the field), so nothing below this file has to.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from dataclasses import dataclass, field
+
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+"""Largest number of alternatives per token. The compiled step always has room for this many, so that asking changes no program."""
+MAX_CHOICES = 128
+GREEDY_BELOW = 1e-5
+"""A temperature under this value means greedy decoding."""
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served as asked.
+
+    Attributes:
+      param: name of the offending field as the user wrote it, or None when no single field is to blame.
+      reason: stable machine-readable code, for example `invalid_value` or `context_length_exceeded`.
+      status: HTTP status that the server answers.
+    """
+
+    def __init__(self, param: str | None, message: str, reason: str = "invalid_value", status: int = 400):
+        super().__init__(message)
+        self.param, self.message, self.reason, self.status = param, message, reason, status
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    bounds = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(name, f"{name} must be a number in {bounds}, got {value!r}.")
+    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+        raise InvalidRequest(name, f"{name} must be in {bounds}, got {value}.")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(name, f"{name} must be an integer, got {value!r}.")
+    if not low <= value <= high:
+        raise InvalidRequest(name, f"{name} must be between {low} and {high}, got {value}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to generate. A bad value raises `InvalidRequest` naming the field.
+
+    Attributes:
+      n: number of choices generated for the prompt.
+      max_tokens: most tokens to generate; None means whatever is left of the context. Clipped to the context.
+      temperature: in [0, 2]; below 1e-5 decoding is greedy and top_p, top_k and min_p have no effect.
+      top_p: in (0, 1]; keep the smallest set of tokens whose probability mass reaches it.
+      top_k: keep the k most probable tokens; 0 and -1 keep all.
+      min_p: in [0, 1]; drop tokens less probable than min_p times the most probable one.
+      seed: a signed 64-bit integer: the same seed, prompt and parameters give the same tokens whatever else runs. None: a fresh one.
+      stop: strings that end the text, in any position relative to token boundaries.
+      include_stop_str_in_output: keep the stop string (or stop token's text) that ended the text.
+      stop_token_ids: ids that end the generation in addition to the model's end-of-sequence ids.
+      ignore_eos: generate past every end-of-sequence id; stop_token_ids still stop.
+      logprobs: number of most probable alternatives reported per token, 0 for only the sampled one, None for nothing.
+        Log-probabilities are of the model's raw distribution, before temperature and filters.
+      skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Lists and single strings are what people write; the frozen object keeps tuples.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_integer("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                "stop", f"stop holds {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed."
+            )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidRequest("stop", "stop must hold non-empty strings.")
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. `n > 1` choices are as many requests, which share the prompt through the prefix cache.
+
+    Attributes:
+      id: unique while the request lives.
+      prompt_token_ids: the whole prompt, at least one id.
+      params: `max_tokens` is set (clipped to the context) by the time the engine sees it.
+      eos_token_ids: ids that end the sequence unless `params.ignore_eos`.
+      seed: seed of the random stream, `params.seed` or a fresh one.
+      choice: index of the choice, folded into the random stream.
+      cache_salt: requests share cached prefixes only with requests of the same salt.
+      arrival: seconds on the monotonic clock.
+    """
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    choice: int = 0
+    cache_salt: str = ""
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token: its own, and of the most probable alternatives in falling order."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """What one engine step brought one request.
+
+    Attributes:
+      request_id: which request.
+      token_ids: new tokens, in order; empty only on an abort or an error.
+      logprobs: one entry per new token when the request asked for them, else None.
+      finish_reason: set on the last output of a request.
+      stop_token_id: the id of `stop_token_ids` that ended it; None for an end-of-sequence id.
+      ended_by_token: the last token is a stop or end-of-sequence token (its text is not shown by default).
+      num_cached_tokens: prompt tokens taken from the prefix cache.
+      error: what went wrong, when finish_reason is ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    ended_by_token: bool = False
+    num_cached_tokens: int = 0
+    error: str | None = None

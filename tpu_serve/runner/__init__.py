@@ -1,0 +1,1 @@
+"""The border between sequences and arrays."""

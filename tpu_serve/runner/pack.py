@@ -1,0 +1,144 @@
+"""Writes a planned step into one flat int32 array, and reads it back as a `Batch` inside the compiled step.
+
+One array means one transfer a step. Float fields travel as their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_serve.device.batch import Batch, SamplingRows
+from tpu_serve.scheduler.page_pool import PADDING_PAGE
+from tpu_serve.scheduler.scheduler import Scheduled
+
+_FLOATS = ("temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """Where each field of a batch lies in the flat array.
+
+    Attributes:
+      num_tokens: T, tokens of the bucket.
+      num_rows: S, sequence rows of the bucket.
+      max_pages: P, width of the page table.
+      page_size: tokens per page.
+      num_slots: slots of the device state; the value `num_slots` itself stands for "no slot".
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_pages: int
+    page_size: int
+    num_slots: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every field, in the order in which they are packed."""
+        tokens, rows = (self.num_tokens,), (self.num_rows,)
+        return {
+            **dict.fromkeys(("token_ids", "from_slot", "positions", "seq_of_token", "kv_index"), tokens),
+            "page_table": (self.num_rows, self.max_pages),
+            "kv_lens": rows,
+            "cu_q_lens": (self.num_rows + 1,),
+            **dict.fromkeys(("num_seqs", "num_tokens"), ()),
+            **dict.fromkeys(("sample_at", "slots"), rows),
+            **dict.fromkeys(
+                ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "choice", "output_position"), rows
+            ),
+            **dict.fromkeys(("any_random", "any_filter", "any_logprobs"), ()),
+        }
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable views of the fields, floats as float32."""
+        views, offset = {}, 0
+        for name, shape in self.shapes().items():
+            count = math.prod(shape)
+            view = flat[offset : offset + count].reshape(shape)
+            views[name] = view.view(np.float32) if name in _FLOATS else view
+            offset += count
+        return views
+
+    def unpack(self, flat: jax.Array) -> Batch:
+        """The batch inside a compiled step."""
+        values: dict[str, jax.Array] = {}
+        offset = 0
+        for name, shape in self.shapes().items():
+            count = math.prod(shape)
+            value = jax.lax.slice(flat, (offset,), (offset + count,)).reshape(shape)
+            values[name] = jax.lax.bitcast_convert_type(value, jnp.float32) if name in _FLOATS else value
+            offset += count
+        sampling = {name: values.pop(name) for name in SamplingRows.__dataclass_fields__}
+        return Batch(**values, sampling=SamplingRows(**sampling))
+
+
+def pack(scheduled: tuple[Scheduled, ...], layout: PackLayout) -> np.ndarray:
+    """The flat array of a planned step, i32[layout.size]."""
+    flat = np.zeros(layout.size, np.int32)
+    fields = layout.views(flat)
+    fields["from_slot"].fill(-1)
+    fields["seq_of_token"].fill(-1)
+    fields["kv_index"][:] = PADDING_PAGE * layout.page_size + np.arange(layout.num_tokens) % layout.page_size
+    fields["slots"].fill(layout.num_slots)
+    fields["top_p"].fill(1.0)
+    at = 0
+    for row, item in enumerate(scheduled):
+        at = _pack_tokens(item, row, at, fields, layout.page_size)
+        if item.samples:
+            _pack_sampling(item, row, fields)
+    fields["cu_q_lens"][len(scheduled) + 1 :] = at
+    fields["num_seqs"][()] = len(scheduled)
+    fields["num_tokens"][()] = at
+    return flat
+
+
+def _pack_tokens(item: Scheduled, row: int, at: int, fields: dict[str, np.ndarray], page_size: int) -> int:
+    sequence, start, end = item.sequence, item.start, item.start + item.length
+    stop = at + item.length
+    pages = fields["page_table"][row]
+    pages[: len(sequence.pages)] = sequence.pages
+    if item.length == 1:  # a decode: scalar writes are several times faster than slices of one
+        page, offset = divmod(start, page_size)
+        fields["positions"][at] = start
+        fields["kv_index"][at] = sequence.pages[page] * page_size + offset
+    else:
+        positions = np.arange(start, end, dtype=np.int32)
+        fields["positions"][at:stop] = positions
+        fields["kv_index"][at:stop] = pages[positions // page_size] * page_size + positions % page_size
+    known = min(end, len(sequence.tokens))
+    fields["token_ids"][at : at + known - start] = sequence.tokens[start:known]
+    if known < end:  # the last token is in flight: the device reads its own copy
+        fields["from_slot"][stop - 1] = sequence.slot
+    fields["seq_of_token"][at:stop] = row
+    fields["kv_lens"][row] = end
+    fields["cu_q_lens"][row + 1] = stop
+    fields["sample_at"][row] = stop - 1
+    return stop
+
+
+def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> None:
+    sequence = item.sequence
+    request, params = sequence.request, sequence.request.params
+    fields["slots"][row] = sequence.slot
+    fields["output_position"][row] = item.start + item.length - sequence.num_prompt
+    fields["any_logprobs"][()] |= params.logprobs is not None
+    if params.is_greedy:
+        return
+    fields["temperature"][row] = params.temperature
+    fields["top_p"][row] = params.top_p
+    fields["min_p"][row] = params.min_p
+    fields["top_k"][row] = max(0, params.top_k)
+    seed = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+    fields["seed_low"].view(np.uint32)[row] = seed & 0xFFFF_FFFF
+    fields["seed_high"].view(np.uint32)[row] = seed >> 32
+    fields["choice"][row] = request.choice
+    fields["any_random"][()] = 1
+    fields["any_filter"][()] |= params.top_p < 1 or params.top_k > 0 or params.min_p > 0

@@ -1,0 +1,143 @@
+"""The generations behind one answer as one series of pieces: several prompts, several choices each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tpu_serve.engine.choice import ChoiceDelta
+from tpu_serve.engine.frontend import Generation
+from tpu_serve.request import FinishReason, TokenLogprobs
+from tpu_serve.server.errors import HttpError, unavailable
+from tpu_serve.server.replies import Usage
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of one choice that is worth sending: it has text, or it is the last one.
+
+    Attributes:
+      index: of the choice, counted over all prompts.
+      token_ids: tokens since the previous piece; some belong to text that is still held back.
+      logprobs: of these tokens, empty when not asked for.
+      is_first: no piece of this choice came before.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    is_first: bool = True
+
+
+class Source(Protocol):
+    """Where the pieces of an answer come from. `close` it whatever happens."""
+
+    def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Every piece, in the order in which they come, choices interleaved.
+
+        Raises:
+          EngineDead: the engine failed.
+          HttpError: the server stopped.
+        """
+
+    def usage(self) -> Usage:
+        """Tokens of the pieces so far."""
+
+    def close(self) -> None:
+        """Ends what still runs; harmless when everything has finished."""
+
+
+async def join(source: Source) -> list[Piece]:
+    """All pieces of each choice as one, in order of index. A stream sends the pieces as they are: that is why both say the same."""
+    whole: dict[int, Piece] = {}
+    async with aclosing(source.pieces()) as pieces:
+        async for piece in pieces:
+            known = whole.setdefault(piece.index, piece)
+            if known is not piece:
+                known.text += piece.text
+                known.token_ids += piece.token_ids
+                known.logprobs += piece.logprobs
+                known.finish_reason, known.stop_reason = piece.finish_reason, piece.stop_reason
+    return [whole[index] for index in sorted(whole)]
+
+
+class Fanout:
+    """Owns the generations of one answer; see `Source`.
+
+    Args:
+      generations: one per prompt, each with `num_choices` choices.
+      openings: a text per prompt that its choices begin with, when the prompt is echoed.
+    """
+
+    def __init__(self, generations: Sequence[Generation], num_choices: int, openings: Sequence[str] = ()):
+        self._generations, self._num_choices, self._openings = generations, num_choices, openings
+        self._pumps: list[asyncio.Task[None]] = []
+        self.num_completion_tokens = 0
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        pending: dict[int, Piece] = {}
+        async with aclosing(self._deltas()) as deltas:
+            async for prompt, delta in deltas:
+                if delta.finish_reason is FinishReason.ABORT:
+                    raise shutting_down()
+                index = prompt * self._num_choices + delta.index
+                piece = pending.get(index)
+                if piece is None:
+                    piece = Piece(index, self._openings[prompt] if self._openings else "")
+                piece.text += delta.text
+                piece.token_ids += delta.token_ids
+                piece.logprobs += delta.logprobs or ()
+                piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
+                self.num_completion_tokens += len(delta.token_ids)
+                if piece.text or piece.finish_reason is not None:
+                    pending[index] = Piece(index, is_first=False)
+                    yield piece
+                else:
+                    pending[index] = piece
+
+    def usage(self) -> Usage:
+        num_prompt = sum(generation.num_prompt_tokens for generation in self._generations)
+        num_cached = sum(generation.num_cached_tokens for generation in self._generations)
+        return Usage.of(num_prompt, self.num_completion_tokens, num_cached)
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        for generation in self._generations:
+            generation.close()
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
+        if len(self._generations) == 1:
+            async for delta in self._generations[0]:
+                yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, ChoiceDelta | Exception | None]] = asyncio.Queue()
+
+        async def pump(prompt: int, generation: Generation) -> None:
+            try:
+                async for delta in generation:
+                    queue.put_nowait((prompt, delta))
+                queue.put_nowait((prompt, None))
+            except Exception as error:
+                queue.put_nowait((prompt, error))
+
+        self._pumps = [asyncio.create_task(pump(*pair)) for pair in enumerate(self._generations)]
+        num_open = len(self._pumps)
+        while num_open:
+            prompt, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield prompt, item
+
+
+def shutting_down() -> HttpError:
+    return unavailable("The server is shutting down; send the request again.", "server_shutting_down", 5)

@@ -1,0 +1,257 @@
+"""`serve`: the process of the HTTP endpoint, from binding its port to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+
+from tpu_serve.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServerConfig
+from tpu_serve.engine.engine import Engine
+from tpu_serve.server.app import VERSION, create_app
+from tpu_serve.server.logs import configure_logging
+from tpu_serve.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[EngineConfig, Callable[[str, float], None]], Engine]
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+LAST_WORDS = 1.5
+"""Seconds that answers get to tell their clients that they end early."""
+CLOSING = 2.0
+"""Seconds that the engine's thread gets to finish its step."""
+
+
+def serve(server: ServerConfig, engine: EngineConfig, build: Build | None = None) -> int:
+    """Serves until a signal or a failure ends it. Call it in the main thread.
+
+    Args:
+      build: makes the engine, in a thread of its own; `build_engine` when left out.
+
+    Returns:
+      The exit code: 0 after a signal (128 + its number when a second one cut the first one's wait short), 1 after a failure, 2 when the
+      port or the configuration cannot be used. When a thread cannot be stopped, the process exits here instead.
+    """
+    configure_logging(server.log_level)
+    try:
+        _check_files(server)
+        listener = _listen(server.host, server.port)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return EXIT_CONFIG
+    with listener:
+        run = _Run(server, engine, build or _build_engine, listener)
+        code = asyncio.run(run.main())
+    if run.is_stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _build_engine(config: EngineConfig, on_phase: Callable[[str, float], None]) -> Engine:
+    from tpu_serve.engine.build import build_engine  # imports jax, which takes seconds: not in the main thread
+
+    return build_engine(config, on_phase)
+
+
+def _check_files(server: ServerConfig) -> None:
+    if server.chat_template is not None and not Path(server.chat_template).is_file():
+        raise ConfigError(f"--chat-template {server.chat_template} is not a file.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+      ConfigError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"--port {port} is in use on {host}; choose another one, or 0 for any free one."
+            ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"--host {host} is not an address of this machine.") from None
+        raise ConfigError(f"--port {port} on {host} cannot be used: {error.strerror}.") from None
+    return listener
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is decided here."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Run:
+    """One life of the server.
+
+    Attributes:
+      is_stuck: at the end, a thread still runs that nothing can stop.
+    """
+
+    def __init__(self, server: ServerConfig, engine: EngineConfig, build: Build, listener: socket.socket):
+        self._server, self._engine, self._build, self._listener = server, engine, build, listener
+        host, port = listener.getsockname()[:2]
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._model = engine.model.model or EMBEDDED_MODEL.name
+        self._state = ServerState(
+            server, server.served_model_name or (self._model,), engine.model.source, self._on_death
+        )
+        config = uvicorn.Config(
+            create_app(server, self._state),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self._http = _HttpServer(config)
+        self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
+        self._started = time.monotonic()
+        self._phase: tuple[str, float] | None = None
+        self._code = 0
+        self._last_line = ""
+        self._num_signals = 0
+        self._ending: asyncio.Task[None] | None = None
+        self.is_stuck = False
+
+    async def main(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        options = " ".join(f"{name}={value}" for name, value in self._engine.non_default().items() if name != "model")
+        logger.info("tpu-serve %s listens on %s and loads %s %s", VERSION, self._url, self._model, options)
+        self._loader.start()
+        await self._http.serve(sockets=[self._listener])
+        closer = self._close_engine()
+        if closer is not None:
+            closer.join(CLOSING)
+        self.is_stuck = self._loader.is_alive() or (closer is not None and closer.is_alive())
+        if self._code != EXIT_CONFIG:  # which has said everything
+            logger.log(logging.ERROR if self._code == EXIT_FAILED else logging.INFO, "Exiting: %s", self._last_line)
+        return self._code
+
+    # ---- loading, in the loader's thread ----------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        try:
+            engine = self._build(self._engine, self._on_phase)
+            self._log_phase()
+        except Exception as error:
+            self._post(self._on_load_failure, error)
+        else:
+            self._post(self._on_loaded, engine)
+
+    def _on_phase(self, name: str, share: float) -> None:
+        self._state.set_phase(name, share)
+        if self._phase is None or self._phase[0] != name:
+            self._log_phase()
+            self._phase = (name, time.monotonic())
+
+    def _log_phase(self) -> None:
+        if self._phase is not None:
+            logger.info("Loading: %s took %.1f s", self._phase[0], time.monotonic() - self._phase[1])
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---- events, in the loop ----------------------------------------------------------------------------------------
+
+    def _on_loaded(self, engine: Engine) -> None:
+        try:
+            self._state.ready(engine)
+        except ConfigError as error:
+            self._on_load_failure(error)
+            return
+        logger.info(
+            "Serving %s at %s after %.1f s. Application startup complete.",
+            ", ".join(self._state.names),
+            self._url,
+            time.monotonic() - self._started,
+        )
+
+    def _on_load_failure(self, error: Exception) -> None:
+        if isinstance(error, ConfigError):
+            logger.error("%s", error)
+            self._end(EXIT_CONFIG, "the configuration cannot be used")
+            return
+        logger.error("Loading failed", exc_info=error)
+        self._end(EXIT_FAILED, f"loading failed: {type(error).__name__}: {error}")
+
+    def _on_death(self, why: str) -> None:
+        self._end(EXIT_FAILED, why, wait=LAST_WORDS)
+
+    def _on_signal(self, number: int) -> None:
+        self._num_signals += 1
+        name = signal.Signals(number).name
+        if self._num_signals > 1:
+            self._code = 128 + number
+            self._last_line = f"a second signal ({name}) came"
+            if self._ending is not None:
+                self._ending.cancel()
+            self._ending = self._loop.create_task(self._abort_and_exit())
+            return
+        self._state.drain()
+        num = self._state.num_inference
+        if num:
+            logger.info("%s: waiting up to %g s for %d requests", name, self._server.shutdown_timeout, num)
+        self._end(0, f"{name} was received", wait=self._server.shutdown_timeout)
+
+    def _end(self, code: int, last_line: str, wait: float = 0.0) -> None:
+        if self._ending is not None:
+            if code == 0:
+                return  # a failure that is under way stays one
+            self._ending.cancel()
+        self._code, self._last_line = code, last_line
+        self._ending = self._loop.create_task(self._wait_and_exit(wait))
+
+    async def _wait_and_exit(self, seconds: float) -> None:
+        if not await self._until_idle(seconds):
+            await self._abort_and_exit()
+        self._http.should_exit = True
+
+    async def _abort_and_exit(self) -> None:
+        self._close_engine()
+        await self._until_idle(LAST_WORDS)
+        self._http.should_exit = self._http.force_exit = True
+
+    async def _until_idle(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._state.num_inference and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._state.num_inference
+
+    def _close_engine(self) -> threading.Thread | None:
+        """Ends the engine's thread, and with it every request; not here, because that waits for the step under way."""
+        if self._state.service is None:
+            return None
+        closer = threading.Thread(target=self._state.service.frontend.close, name="closer", daemon=True)
+        closer.start()
+        return closer

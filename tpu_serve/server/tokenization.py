@@ -1,0 +1,57 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpu_serve.request import InvalidRequest
+from tpu_serve.server.errors import show
+from tpu_serve.server.prompt import chat_token_ids
+from tpu_serve.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, given_fields, parse
+from tpu_serve.server.replies import DetokenizeReply, TokenizeReply, whole
+from tpu_serve.server.service import Service, check_model
+
+
+async def tokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Token ids of a text or of a chat, whatever their number, and the names of fields that are ignored.
+
+    Raises:
+      InvalidRequest: the body is neither.
+    """
+    given = given_fields(body)
+    if ("prompt" in given) == ("messages" in given):
+        raise InvalidRequest("prompt", "Exactly one of prompt and messages must be given.", "missing_field")
+    if "prompt" in given:
+        text, ignored = parse(TokenizeTextRequest, body, strict_fields=service.strict_fields)
+        check_model(text.model, service.names)
+        token_ids = await service.encode(text.prompt, text.add_special_tokens, "prompt")
+    else:
+        chat, ignored = parse(TokenizeChatRequest, body, strict_fields=service.strict_fields)
+        check_model(chat.model, service.names)
+        token_ids, unknown = await chat_token_ids(service, chat)
+        ignored += unknown
+    wants_texts = given.get("return_token_strs", False)
+    texts = [service.tokenizer.token_text(token_id) for token_id in token_ids] if wants_texts else None
+    reply = TokenizeReply(
+        count=len(token_ids), max_model_len=service.info.max_model_len, tokens=token_ids, token_strs=texts
+    )
+    return whole(reply), ignored
+
+
+async def detokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The text of token ids, special tokens shown, and the names of fields that are ignored.
+
+    Raises:
+      InvalidRequest: an id is out of the vocabulary.
+    """
+    request, ignored = parse(DetokenizeRequest, body, strict_fields=service.strict_fields)
+    check_model(request.model, service.names)
+    size = service.tokenizer.vocab_size
+    for token_id in request.tokens:
+        if not 0 <= token_id < size:
+            raise InvalidRequest(
+                "tokens",
+                f"Token id {show(token_id)} is out of vocabulary: ids must be in [0, {size}).",
+                "out_of_vocabulary",
+            )
+    return whole(DetokenizeReply(prompt=service.tokenizer.decode(request.tokens, skip_special_tokens=False))), ignored

@@ -1,0 +1,1 @@
+"""Tile sizes per chip, kernel and token count."""
