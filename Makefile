@@ -18,7 +18,7 @@ serve: $(VENV)/installed ## serve a model (the embedded one when ARGS names none
 	$(BIN)/python server.py $(ARGS)
 
 test: $(VENV)/installed-test ## run the tests
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/installed-lint ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .
@@ -27,7 +27,7 @@ lint: $(VENV)/installed-lint ## check format, style, types and who imports whom
 	$(BIN)/lint-imports
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .test-cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -85,7 +85,13 @@ class ModelOptions:
 
     @property
     def source(self) -> str:
+        """Folder or hub id that is read."""
         return self.model or str(EMBEDDED_MODEL)
+
+    @property
+    def served_name(self) -> str:
+        """What requests call the model unless --served-model-name says otherwise."""
+        return self.model or EMBEDDED_MODEL.name
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class LLM:
             core.add(collector.choice.request)
         try:
             with tqdm(total=len(collectors), unit="answer", disable=not use_tqdm) as bar:
-                while collectors:
+                while collectors or core.has_work:  # the last step launched is collected too
                     for output in core.step():
                         if output.request_id not in collectors:
                             continue  # ended at a stop string while this step ran

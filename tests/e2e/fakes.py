@@ -185,6 +185,7 @@ class Served:
 
 def parse_events(text: str) -> list[dict[str, Any]]:
     """Payloads of a stream, which must end with [DONE]."""
+    assert text.isascii(), "a client may split a character, or take U+2028 for the end of a line"
     lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

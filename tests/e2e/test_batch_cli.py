@@ -23,18 +23,12 @@ def text(custom_id, prompt, **body):
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": TEXT, "body": body})
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """The words of a run; programs are compiled once for all of them."""
-    cache = ["--compile-cache-dir", str(tmp_path_factory.mktemp("compiled"))]
-    return lambda *words: [sys.executable, "-m", "tpu_serve.cli.main", "batch", *words, *SMALL, *cache]
+def command(*words):
+    return [sys.executable, "-m", "tpu_serve.cli.main", "batch", *words, *SMALL]
 
 
-@pytest.fixture(scope="module")
-def run(command):
-    return lambda *words, **settings: subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=240, **settings
-    )
+def run(*words, **settings):
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=240, **settings)
 
 
 def read(path):
@@ -46,7 +40,7 @@ def files(tmp_path):
     return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 
-def test_one_bad_line_is_one_error_line(files, run):
+def test_one_bad_line_is_one_error_line(files):
     source, output = files
     source.write_text("\n".join([chat("a", "Hello"), '{"custom_id":', text("b", "Once upon")]) + "\n")
     done = run("-i", source, "-o", output)
@@ -65,7 +59,7 @@ def test_one_bad_line_is_one_error_line(files, run):
     assert summary["completion_tokens"] == sum(usage["completion_tokens"] for usage in usages)
 
 
-def test_pipes_and_every_choice(run):
+def test_pipes_and_every_choice():
     lines = "\n".join([chat("a", "Hello", n=9), text("b", ["One", "Two"], n=2), chat("c", "Hello")])
     done = run("-i", "-", "-o", "-", "--concurrency", "3", input=lines)
     assert done.returncode == 0, done.stderr
@@ -76,16 +70,23 @@ def test_pipes_and_every_choice(run):
     assert answers == {results[2]["response"]["body"]["choices"][0]["message"]["content"]}, "greedy choices agree"
 
 
-def test_an_interrupted_run_is_resumed(files, command, run):
+def test_an_interrupted_run_is_resumed(files):
     source, output = files
-    source.write_text("\n".join(text(str(n), f"Story {n}", max_tokens=40, ignore_eos=True) for n in range(60)) + "\n")
-    process = subprocess.Popen(command("-i", source, "-o", output), stderr=subprocess.PIPE, text=True)
+    lines = "\n".join(text(str(n), f"Story {n}", max_tokens=40, ignore_eos=True) for n in range(60)) + "\n"
+    source.write_text(lines)
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command("-i", "-", "-o", output), **pipes)
+    assert process.stdin is not None
+    process.stdin.write(lines)
+    process.stdin.flush()  # and stays open: the thread that reads it is stuck for good
     deadline = time.monotonic() + 200
     while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
+    assert process.wait(timeout=60) == 130
+    process.stdin.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
     assert "--resume continues" in stderr
     assert "Traceback" not in stderr
     before = output.read_bytes()
@@ -99,7 +100,7 @@ def test_an_interrupted_run_is_resumed(files, command, run):
     assert json.loads(done.stderr.splitlines()[-1])["requests"] == 60 - before.count(b"\n")
 
 
-def test_what_cannot_run_is_exit_code_2(files, run):
+def test_what_cannot_run_is_exit_code_2(files):
     source, output = files
     source.write_text(chat("a", "Hello"))
     done = run("-i", source, "-o", output, "no/such/folder/anywhere")
@@ -107,7 +108,7 @@ def test_what_cannot_run_is_exit_code_2(files, run):
     assert done.stderr.startswith("tpu-serve: error: ")
 
 
-def test_progress_is_shown_on_request(files, run):
+def test_progress_is_shown_on_request(files):
     source, output = files
     source.write_text("\n".join(text(str(n), "One") for n in range(3)))
     done = run("-i", source, "-o", output, "--progress", env={**os.environ, "COLUMNS": "100"})

@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_serve.bench import decode, prefill
-from tpu_serve.bench.decode import run_decode, split
+from tpu_serve.bench.decode import full_steps, run_decode
 from tpu_serve.bench.driver import Driver, Run, Step
 from tpu_serve.bench.prefill import run_prefill
 from tpu_serve.bench.sweep import Sweep
@@ -86,21 +86,22 @@ def test_a_long_prefill_takes_several_steps():
 def test_decode_counts_full_steps_only():
     results = run_decode(make_driver(), make_sweep(), output_len=7)
     for result in results:
-        assert len(result["samples"]["step_ms"]) == 2 * 6, "every token but the first one of both measured batches"
+        assert len(result["samples"]["step_ms"]) == 2 * 5, "every token but the first and the last one"
         assert len(result["samples"]["prefill_ms"]) == 2
         assert all(look_up(result, path) is not None for path in decode.COLUMNS.values())
         rate = result["batch_size"] / result["step_ms"]["mean"] * 1e3
         assert result["tokens_per_second"] == pytest.approx(rate)
 
 
-def test_a_run_is_split_at_the_last_first_token():
-    steps = [Step(1.0, ("a",)), Step(3.0, ("a", "b")), Step(3.5, ("a", "b")), Step(4.5, ("b", "a")), Step(4.75, ("b",))]
-    assert split(Run(steps), 2) == (3.0, [0.5, 1.0])
+def test_full_steps_begin_after_the_last_first_token():
+    tokens = {1.0: "a", 3.0: "ab", 3.5: "ab", 4.5: "ba", 4.75: "ab", 5.0: "b"}
+    steps = [Step(at, tuple(names), launched=at < 4.75) for at, names in tokens.items()]
+    assert full_steps(Run(steps), 2) == [0.5, 1.0]
 
 
 def test_decode_without_a_full_step_is_an_error():
     with pytest.raises(ConfigError, match="never decodes as a whole"):
-        run_decode(make_driver(budget=16), make_sweep(input_lens=(40,), batch_sizes=(3,)), output_len=2)
+        run_decode(make_driver(budget=16), make_sweep(input_lens=(40,), batch_sizes=(3,)), output_len=3)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -95,11 +96,29 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest():
 
 @asynchronous
 async def test_closing_the_engine_tells_every_client():
+    await check_last_words(lambda served: asyncio.to_thread(served.state.service.frontend.close))
+
+
+@asynchronous
+async def test_aborting_everything_does_not_wait_for_the_engine():
+    async def abort(served: Served) -> None:
+        served.runner.hangs.set()
+        await asyncio.sleep(0.05)
+        served.state.service.frontend.abort_all()
+        await asyncio.sleep(0.05)
+        assert served.state.num_inference == 0
+        served.runner.hangs.clear()
+        await served.idle()
+
+    await check_last_words(abort)
+
+
+async def check_last_words(end: Callable[[Served], Awaitable[None]]) -> None:
     async with serving(runner=FakeRunner(seconds=0.005)) as served:
         whole = asyncio.create_task(served.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 200}))
         stream = asyncio.create_task(served.events(CHAT, messages=[USER], max_tokens=200))
         await until_running(served, 3)
-        await asyncio.to_thread(served.state.service.frontend.close)
+        await end(served)
         response = await whole
         assert response.status_code == 503
         assert response.json()["error"]["reason"] == "server_shutting_down"

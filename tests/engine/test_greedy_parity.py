@@ -28,7 +28,9 @@ def wide(folder):
 @pytest.fixture(scope="module")
 def narrow(folder):
     """A budget far below the prompts, and fewer pages than the three answers need together."""
-    return LLM(str(folder), token_buckets=(16,), max_num_batched_tokens=16, num_pages=34, enable_prefix_caching=False, **COMMON)
+    return LLM(
+        str(folder), token_buckets=(16,), max_num_batched_tokens=16, num_pages=34, enable_prefix_caching=False, **COMMON
+    )
 
 
 def greedy(count=24, **values):
@@ -51,7 +53,9 @@ def test_whole_prompt_with_logprobs(wide, golden, prompt):
     check_prompt(output, golden, prompt)
     for step, logprobs in enumerate(output.outputs[0].logprobs):
         assert [token for token, _ in logprobs.top] == golden[f"top5_ids_{prompt}"][step].tolist()
-        np.testing.assert_allclose([value for _, value in logprobs.top], golden[f"top5_logprobs_{prompt}"][step], atol=LOGIT_TOLERANCE)
+        np.testing.assert_allclose(
+            [value for _, value in logprobs.top], golden[f"top5_logprobs_{prompt}"][step], atol=LOGIT_TOLERANCE
+        )
         assert logprobs.logprob == logprobs.top[0][1]
 
 
@@ -93,7 +97,9 @@ def test_with_prefix_cache_hits(wide, golden, length):
         assert output.num_cached_tokens == (length - 1) // 8 * 8
         assert output.outputs[0].token_ids == first.outputs[0].token_ids
         np.testing.assert_allclose(
-            [entry.logprob for entry in output.outputs[0].logprobs], [entry.logprob for entry in first.outputs[0].logprobs], atol=1e-4
+            [entry.logprob for entry in output.outputs[0].logprobs],
+            [entry.logprob for entry in first.outputs[0].logprobs],
+            atol=1e-4,
         )
     if length == 132:
         check_prompt(again[0], golden, 2)
@@ -108,5 +114,8 @@ def test_identical_prompts_in_one_step_share_pages(wide, golden):
 def test_compile_counter_is_flat(wide, narrow, golden):
     before = wide.engine.core.runner.compile_count
     for llm in (wide, narrow):
-        llm.generate(prompts(golden), SamplingParams(max_tokens=3, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, logprobs=20, n=2))
+        llm.generate(
+            prompts(golden),
+            SamplingParams(max_tokens=3, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, logprobs=20, n=2),
+        )
     assert wide.engine.core.runner.compile_count == before

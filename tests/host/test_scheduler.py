@@ -220,6 +220,16 @@ def test_a_page_filled_by_a_token_in_flight_is_shared_once_the_token_is_known() 
     commit(scheduler, second)
 
 
+def test_a_page_is_not_shared_before_all_its_tokens_are_known() -> None:
+    scheduler = make(length=64)
+    add(scheduler, "a", [0, 1])
+    outputs = [schedule(scheduler) for _ in range(3)]  # the last one computes position 3, two tokens ahead of the host
+    for output in outputs:
+        commit(scheduler, output)
+    add(scheduler, "b", [0, 1, 7, 7, 9])
+    assert step(scheduler) == [("a", 4, 1), ("b", 4, 1)]
+
+
 # ---- the door -------------------------------------------------------------------------------------------------------
 
 

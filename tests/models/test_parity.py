@@ -37,7 +37,11 @@ def checkpoint(request):
     folder = FIXTURES / request.param
     model = build_model(read_config(folder))
     params = load_params(
-        model.param_specs(jnp.float32), folder, make_mesh(jax.devices()[:1]), DEFAULT_RULES, ignore=model.ignored_weights
+        model.param_specs(jnp.float32),
+        folder,
+        make_mesh(jax.devices()[:1]),
+        DEFAULT_RULES,
+        ignore=model.ignored_weights,
     )
     return model, params, np.load(folder / "golden.npz")
 
@@ -85,14 +89,18 @@ def test_routing_equals_transformers(checkpoint):
     seen = []
 
     def spy(x, routing, weights):
-        jax.debug.callback(lambda ids, share: seen.append((ids, share)), routing.expert_ids, routing.weights, ordered=True)
+        jax.debug.callback(
+            lambda ids, share: seen.append((ids, share)), routing.expert_ids, routing.weights, ordered=True
+        )
         return BACKENDS["dense"](x, routing, weights)
 
     hidden, _ = forward(model, params, golden["prompt_0"], spy)
     hidden.block_until_ready()
     jax.effects_barrier()
     assert len(seen) == len(golden["router_ids_0"])
-    for (ids, weights), golden_ids, golden_weights in zip(seen, golden["router_ids_0"], golden["router_weights_0"], strict=True):
+    for (ids, weights), golden_ids, golden_weights in zip(
+        seen, golden["router_ids_0"], golden["router_weights_0"], strict=True
+    ):
         num_tokens = len(golden_ids)
         np.testing.assert_array_equal(ids[:num_tokens], golden_ids)
         np.testing.assert_allclose(weights[:num_tokens], golden_weights, atol=1e-5)

@@ -1,12 +1,14 @@
 """How long a decode step takes, by batch size, with the prefill before it kept apart.
 
 A batch of prompts is prefilled; from the moment that every sequence has its first token, each step brings every sequence one token. Only those
-full steps count: when a long prefill takes several steps, the earliest sequences run ahead and also finish first.
+full steps count: when a long prefill takes several steps, the earliest sequences run ahead and also finish first. The very last step does not
+count either, because no other one is launched beside it. The prefill is measured by itself, with one token per prompt: in a longer run it
+overlaps with the first decode step.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,40 +40,39 @@ def run_decode(
     """
     results = []
     for input_len, batch_size in sweep.cases:
-        runs = sweep.measure(functools.partial(driver.run, batch_size, input_len, output_len), on_run)
-        results.append(_result(input_len, output_len, batch_size, runs))
+
+        def run(input_len: int = input_len, batch_size: int = batch_size) -> tuple[Run, Run]:
+            return driver.run(batch_size, input_len, 1), driver.run(batch_size, input_len, output_len)
+
+        results.append(_result(input_len, output_len, batch_size, sweep.measure(run, on_run)))
     return results
 
 
-def split(run: Run, batch_size: int) -> tuple[float, list[float]]:
-    """(seconds until every sequence has its first token, seconds of each full step after that)."""
+def full_steps(run: Run, batch_size: int) -> list[float]:
+    """Seconds of each step in which every sequence of the batch got a token that was not its first."""
     seen: set[str] = set()
-    prefill, steps = None, []
-    for previous, step in zip([None, *run.steps], run.steps, strict=False):
-        if prefill is not None and previous is not None and len(step.request_ids) == batch_size:
-            steps.append(step.at - previous.at)
-        seen.update(step.request_ids)
-        if prefill is None and len(seen) == batch_size:
-            prefill = step.at
-    assert prefill is not None, "a finished batch has all its first tokens"
-    return prefill, steps
+    seconds = []
+    for previous, step in itertools.pairwise(run.steps):
+        seen.update(previous.request_ids)
+        if len(seen) == len(step.request_ids) == batch_size and step.launched:
+            seconds.append(step.at - previous.at)
+    return seconds
 
 
-def _result(input_len: int, output_len: int, batch_size: int, runs: list[Run]) -> dict[str, Any]:
-    parts = [split(run, batch_size) for run in runs]
-    step_ms = [seconds * 1e3 for _, steps in parts for seconds in steps]
+def _result(input_len: int, output_len: int, batch_size: int, runs: list[tuple[Run, Run]]) -> dict[str, Any]:
+    prefill_ms = [prefill.seconds * 1e3 for prefill, _ in runs]
+    latency_ms = [run.seconds * 1e3 for _, run in runs]
+    step_ms = [seconds * 1e3 for _, run in runs for seconds in full_steps(run, batch_size)]
     if not step_ms:
         raise ConfigError(
-            f"With --output-len {output_len} a batch of {batch_size} never decodes as a whole: its prefill takes {runs[-1].num_launched} "
-            f"steps. Raise --output-len or --max-num-batched-tokens."
+            f"With --output-len {output_len} a batch of {batch_size} never decodes as a whole: its prefill takes "
+            f"{runs[-1][0].num_launched} steps. Raise --output-len or --max-num-batched-tokens."
         )
-    prefill_ms = [prefill * 1e3 for prefill, _ in parts]
-    latency_ms = [run.seconds * 1e3 for run in runs]
     return {
         "input_len": input_len,
         "output_len": output_len,
         "batch_size": batch_size,
-        "num_preemptions": sum(run.num_preemptions for run in runs),
+        "num_preemptions": sum(run.num_preemptions for pair in runs for run in pair),
         "prefill_ms": summary(prefill_ms),
         "step_ms": summary(step_ms),
         "latency_ms": summary(latency_ms),

@@ -17,10 +17,17 @@ from tpu_serve.request import FinishReason, Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of `EngineCore.step` that brought tokens: when it returned (seconds since the first request) and to which requests."""
+    """One call of `EngineCore.step` that brought tokens.
+
+    Attributes:
+      at: when it returned, in seconds since the first request was added.
+      request_ids: which requests got a token.
+      launched: it launched another step meanwhile, as all but the last do.
+    """
 
     at: float
     request_ids: tuple[str, ...]
+    launched: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,12 @@ class Driver:
         for request in requests:
             core.add(request)
         while core.has_work:
+            num_before = core.num_steps
             outputs = core.step()
             if outputs:
                 at = time.perf_counter() - started
-                run.steps.append(Step(at, tuple(output.request_id for output in outputs)))
+                request_ids = tuple(output.request_id for output in outputs)
+                run.steps.append(Step(at, request_ids, launched=core.num_steps > num_before))
             for output in outputs:
                 if output.finish_reason not in (None, FinishReason.LENGTH):
                     raise RuntimeError(f"the engine ended a request: {output.error or output.finish_reason}")

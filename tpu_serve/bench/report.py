@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import platform
@@ -16,6 +15,7 @@ import jax
 import jaxlib
 import numpy as np
 
+from tpu_serve import __version__
 from tpu_serve.config import EngineConfig, engine_options
 from tpu_serve.device.chip import chip_of
 from tpu_serve.engine.intake import ModelInfo
@@ -63,7 +63,7 @@ class Environment:
         """Of this process, for figures obtained on `devices`, which are all of one kind."""
         first = devices[0]
         versions = {
-            "tpu_serve": package_version(),
+            "tpu_serve": __version__,
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "numpy": np.__version__,
@@ -83,14 +83,6 @@ class Environment:
             f"{device['count']} x {device['kind']} (platform {device['platform']}, chip {device['chip']}), "
             f"jax {self.versions['jax']}, tpu-serve {self.versions['tpu_serve']}"
         )
-
-
-def package_version() -> str:
-    """The installed version of this package, or "unknown" when it runs from a bare checkout."""
-    try:
-        return importlib.metadata.version("tpu-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

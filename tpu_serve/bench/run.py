@@ -42,8 +42,10 @@ def bench_decode(
     Raises:
       ConfigError: as for `bench_prefill`, or `output_len` leaves nothing to decode.
     """
-    if output_len < 2:
-        raise ConfigError("--output-len must be at least 2: the first token comes from the prefill.")
+    if output_len < 3:
+        raise ConfigError(
+            "--output-len must be at least 3: neither the first token nor the last comes from a full decode step."
+        )
     engine, driver = _prepare(config, sweep, max(sweep.input_lens) + output_len, on_phase)
     before = num_compiled()
     results = decode.run_decode(driver, sweep, output_len, on_run)

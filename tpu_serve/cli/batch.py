@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -11,13 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tpu_serve.cli.batch_file import ResultWriter
-from tpu_serve.cli.batch_job import Batch, stopped
 from tpu_serve.cli.options import add_engine_options, add_server_options, engine_config, positive, server_config
 from tpu_serve.cli.progress import Progress
-from tpu_serve.config import EMBEDDED_MODEL, ConfigError, ServerConfig
+from tpu_serve.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
+    from tpu_serve.cli.batch_file import ResultWriter
+    from tpu_serve.cli.batch_job import Batch
     from tpu_serve.engine.engine import Engine
 
 SERVER_OPTIONS = ("served_model_name", "chat_template", "strict_fields")
@@ -58,6 +57,10 @@ def register(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answers the file; returns the exit code."""
+    import asyncio
+
+    from tpu_serve.cli.batch_job import Batch, stopped
+
     engine_options, server_options = engine_config(arguments), server_config(arguments)
     with ExitStack() as stack:
         source, writer = _open_files(arguments, stack)
@@ -88,7 +91,7 @@ async def _serve(batch: Batch, source: BinaryIO, engine: Engine, config: ServerC
     from tpu_serve.server.completions import create_completion
     from tpu_serve.server.service import Service
 
-    names = config.served_model_name or (engine.config.model.model or EMBEDDED_MODEL.name,)
+    names = config.served_model_name or (engine.config.model.served_name,)
     service = Service.start(engine, config, names)
     handlers = {
         "/v1/chat/completions": lambda body: create_chat_completion(body, service),
@@ -101,8 +104,11 @@ async def _serve(batch: Batch, source: BinaryIO, engine: Engine, config: ServerC
 
 
 def _open_files(arguments: argparse.Namespace, stack: ExitStack) -> tuple[BinaryIO, ResultWriter]:
+    from tpu_serve.cli.batch_file import ResultWriter
+
     source = _open_input(arguments.input_file)
-    stack.callback(source.close)
+    if source.seekable():  # closing a pipe would wait for the thread that reads it
+        stack.callback(source.close)
     if arguments.output_file == "-":
         if arguments.resume:
             raise ConfigError("--resume needs an output file: standard output cannot be read back.")
@@ -116,10 +122,9 @@ def _open_files(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Binary
 
 
 def _open_input(name: str) -> BinaryIO:
-    if name == "-":
-        return sys.stdin.buffer
     try:
-        return Path(name).open("rb")
+        # Not sys.stdin: the interpreter closes that when it exits, and would wait for the thread that reads it.
+        return os.fdopen(os.dup(0), "rb") if name == "-" else Path(name).open("rb")
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}.") from None
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from tpu_serve import __version__
 from tpu_serve.cli import batch, bench, serve
 from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
@@ -48,9 +49,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"tpu-serve {version('tpu-serve')}")
+        print(f"tpu-serve {__version__}")
         parser.exit()
 
 

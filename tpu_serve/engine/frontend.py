@@ -152,8 +152,10 @@ class Frontend:
     def _start(self, requests: list[Request]) -> Generation:
         generation = Generation(self, [Choice(request, self.engine.tokenizer) for request in requests])
         for choice in generation.choices:
+            self.client.submit(
+                choice.request
+            )  # outputs reach this loop later, so the order of these two lines does not matter
             self._live[choice.request.id] = (generation, choice, time.monotonic())
-            self.client.submit(choice.request)
         return generation
 
     def abort(self, choice: Choice) -> None:
@@ -161,6 +163,12 @@ class Frontend:
         if choice.request.id in self._live and self._live[choice.request.id][1] is choice:
             self.client.abort(choice.request.id)
             self._end(choice, FinishReason.ABORT)
+
+    def abort_all(self) -> None:
+        """Aborts every choice; the last delta of each says so. Does not wait for the engine, which may be stuck."""
+        for generation, choice, _ in list(self._live.values()):
+            self.abort(choice)
+            generation._deltas.put_nowait(ChoiceDelta(index=choice.request.choice, finish_reason=FinishReason.ABORT))
 
     def close(self) -> None:
         """Stops the engine thread. Blocks for the step under way."""

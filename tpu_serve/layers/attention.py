@@ -6,6 +6,8 @@ Letters: T tokens, N query heads, K KV heads, D head size, S sequences, P pages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -83,7 +85,9 @@ def _write(cache: jax.Array, both: jax.Array, index: jax.Array) -> jax.Array:
     return cache.reshape(-1, *cache.shape[2:]).at[index].set(both).reshape(cache.shape)
 
 
-def _online_softmax(q: jax.Array, lengths: jax.Array, read, num_steps: jax.Array, width: int) -> jax.Array:  # type: ignore[no-untyped-def]
+def _online_softmax(
+    q: jax.Array, lengths: jax.Array, read: Callable[[jax.Array], jax.Array], num_steps: jax.Array, width: int
+) -> jax.Array:
     """Attention of q [Q, K, G, D] over keys read block by block: `read(i)` gives [width, K, 2, D], or [Q, width, K, 2, D]."""
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -92,9 +96,13 @@ def _online_softmax(q: jax.Array, lengths: jax.Array, read, num_steps: jax.Array
         letters = "wkd" if kv.ndim == 4 else "qwkd"
         keys, values = kv[..., 0, :], kv[..., 1, :]
         scores = jnp.einsum(f"qkgd,{letters}->kgqw", q, keys, preferred_element_type=jnp.float32)
-        visible = i * width + jnp.arange(width) < lengths[:, None]
+        at = i * width + jnp.arange(width)
+        visible = at < lengths[:, None]
         scores = jnp.where(visible, scores, MASKED)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
+        # Weight 0 does not silence a NaN that an earlier holder of the page left behind.
+        written = at < lengths.max() if kv.ndim == 4 else visible
+        values = jnp.where(written[..., None, None], values, 0)
         weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
         update = jnp.einsum(

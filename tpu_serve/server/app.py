@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from tpu_serve import __version__
 from tpu_serve.config import ServerConfig
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server import models, openapi
@@ -27,12 +27,10 @@ from tpu_serve.server.service import Service, check_model
 from tpu_serve.server.state import ServerState
 from tpu_serve.server.tokenization import detokenize, tokenize
 
-VERSION = version("tpu-serve")
-
 
 def create_app(config: ServerConfig, state: ServerState) -> FastAPI:
     """The application over a state, which may still be loading."""
-    app = FastAPI(title="tpu-serve", version=VERSION, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="tpu-serve", version=__version__, redirect_slashes=False, redoc_url=None)
     app.add_middleware(Edge, metrics=state.metrics, api_keys=config.api_keys)
     for kind in (InvalidRequest, HttpError):
         app.add_exception_handler(kind, _on_error)
@@ -98,7 +96,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/version", response_model=VersionReply)
     async def show_version() -> Response:
-        return json_response({"version": VERSION})
+        return json_response({"version": __version__})
 
     @app.get("/load", response_model=LoadReply)
     async def load() -> Response:

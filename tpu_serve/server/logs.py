@@ -23,7 +23,7 @@ def configure_logging(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(max(number, logging.WARNING) if number > logging.DEBUG else logging.INFO)
+    root.setLevel(max(number, logging.WARNING))
     logging.getLogger("tpu_serve").setLevel(number)
     access = logging.getLogger("uvicorn.access")
     access.setLevel(number)

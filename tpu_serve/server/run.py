@@ -17,9 +17,10 @@ from pathlib import Path
 
 import uvicorn
 
-from tpu_serve.config import EMBEDDED_MODEL, ConfigError, EngineConfig, ServerConfig
+from tpu_serve import __version__
+from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
 from tpu_serve.engine.engine import Engine
-from tpu_serve.server.app import VERSION, create_app
+from tpu_serve.server.app import create_app
 from tpu_serve.server.logs import configure_logging
 from tpu_serve.server.state import ServerState
 
@@ -30,6 +31,8 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 LAST_WORDS = 1.5
 """Seconds that answers get to tell their clients that they end early."""
+WORTH_A_LINE = 0.1
+"""Seconds that a phase of loading must take to be mentioned."""
 CLOSING = 2.0
 """Seconds that the engine's thread gets to finish its step."""
 
@@ -120,7 +123,7 @@ class _Run:
         self._server, self._engine, self._build, self._listener = server, engine, build, listener
         host, port = listener.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._model = engine.model.model or EMBEDDED_MODEL.name
+        self._model = engine.model.served_name
         self._state = ServerState(
             server, server.served_model_name or (self._model,), engine.model.source, self._on_death
         )
@@ -145,8 +148,10 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        options = " ".join(f"{name}={value}" for name, value in self._engine.non_default().items() if name != "model")
-        logger.info("tpu-serve %s listens on %s and loads %s %s", VERSION, self._url, self._model, options)
+        options = [f"{name}={value}" for name, value in self._engine.non_default().items() if name != "model"]
+        logger.info(
+            "tpu-serve %s listens on %s and loads %s", __version__, self._url, " ".join([self._model, *options])
+        )
         self._loader.start()
         await self._http.serve(sockets=[self._listener])
         closer = self._close_engine()
@@ -160,6 +165,7 @@ class _Run:
     # ---- loading, in the loader's thread ----------------------------------------------------------------------------
 
     def _load(self) -> None:
+        self._on_phase("import", 0.0)
         try:
             engine = self._build(self._engine, self._on_phase)
             self._log_phase()
@@ -176,7 +182,9 @@ class _Run:
 
     def _log_phase(self) -> None:
         if self._phase is not None:
-            logger.info("Loading: %s took %.1f s", self._phase[0], time.monotonic() - self._phase[1])
+            seconds = time.monotonic() - self._phase[1]
+            level = logging.INFO if seconds >= WORTH_A_LINE else logging.DEBUG
+            logger.log(level, "Loading: %s took %.1f s", self._phase[0], seconds)
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
@@ -238,7 +246,8 @@ class _Run:
         self._http.should_exit = True
 
     async def _abort_and_exit(self) -> None:
-        self._close_engine()
+        if self._state.service is not None:
+            self._state.service.frontend.abort_all()
         await self._until_idle(LAST_WORDS)
         self._http.should_exit = self._http.force_exit = True
 
@@ -249,7 +258,7 @@ class _Run:
         return not self._state.num_inference
 
     def _close_engine(self) -> threading.Thread | None:
-        """Ends the engine's thread, and with it every request; not here, because that waits for the step under way."""
+        """Ends the engine's thread; in another one, because that waits for the step under way."""
         if self._state.service is None:
             return None
         closer = threading.Thread(target=self._state.service.frontend.close, name="closer", daemon=True)

@@ -31,7 +31,6 @@ class ServerState:
 
     Attributes:
       service: None until the engine is ready.
-      failure: why the server is dead, or None.
       num_inference: inference requests under way, from their arrival to the last byte of the answer.
     """
 
@@ -46,11 +45,18 @@ class ServerState:
         self.created = int(time.time())
         self.phase, self.percent = "starting", 0
         self.service: Service | None = None
-        self.failure: str | None = None
+        self._failure: str | None = None
         self.is_draining = False
         self.num_inference = 0
         self.metrics = Metrics(names[0])
         self._on_failure = on_failure
+
+    @property
+    def failure(self) -> str | None:
+        """Why the server is dead, or None. It is so from the moment on at which the engine's thread knows."""
+        if self._failure is None and self.service is not None:
+            return self.service.frontend.client.failure
+        return self._failure
 
     @property
     def status(self) -> Status:
@@ -75,8 +81,8 @@ class ServerState:
 
     def fail(self, why: str) -> None:
         """Declares the server dead."""
-        if self.failure is None:
-            self.failure = why
+        if self._failure is None:
+            self._failure = why
             self._on_failure(why)
 
     def drain(self) -> None:

@@ -32,7 +32,7 @@ class ExpertBackend(Protocol):
         """[T, H] -> [T, H] in the type of x."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
 class Dense:
     """Every expert on every token: the oracle. Costs num_experts / top_k times the work that is needed."""
 
@@ -51,7 +51,7 @@ class Dense:
         return jnp.einsum("teh,te->th", out.astype(jnp.float32), share).astype(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
 class Ragged:
     """Sort the assignments by expert, then one grouped product per projection.
 

@@ -1,0 +1,62 @@
+"""Fields that are not served, that change nothing, or that nobody knows."""
+
+from fakes import asynchronous, serving
+from test_server_errors import CHAT, COMPLETIONS, USER, check_error
+
+from tpu_serve.config import ServerConfig
+from tpu_serve.server.parameters import HARMLESS, UNSUPPORTED
+
+
+@asynchronous
+async def test_known_fields_that_are_not_served():
+    async with serving() as served:
+        for name, entry in UNSUPPORTED.items():
+            for neutral in (None, *entry.neutral):
+                response = await served.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 1, name: neutral})
+                assert response.status_code == 200, (name, neutral, response.text)
+                assert "x-tpu-serve-ignored" not in response.headers
+            for value in ({"a": 1}, [1], "auto", 7):
+                for path, base in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": [USER]})):
+                    response = await served.post(path, {**base, name: value})
+                    message = check_error(response, 400, name, "unsupported_parameter")
+                    assert message.startswith(f"{name} = ")
+                    assert message.endswith(f" is not supported: {entry.hint}.")
+
+
+@asynchronous
+async def test_zero_is_neutral_where_false_is_not():
+    async with serving() as served:
+        for value in (0, 0.0):
+            assert (await served.post(COMPLETIONS, {"prompt": "hi", "presence_penalty": value})).status_code == 200
+        response = await served.post(COMPLETIONS, {"prompt": "hi", "presence_penalty": False})
+        check_error(response, 400, "presence_penalty", "unsupported_parameter")
+
+
+@asynchronous
+async def test_harmless_and_unknown_fields():
+    async with serving() as served:
+        harmless = {name: {"any": ["thing"]} for name in HARMLESS}
+        response = await served.post(COMPLETIONS, {"prompt": "hi", **harmless})
+        assert response.status_code == 200
+        assert "x-tpu-serve-ignored" not in response.headers
+        body = {"prompt": "hi", "messages": [USER], "tokens": [97], "foo": 1, "b\r\nä,r": None, "b\r\nä,z": 2}
+        for path, ignored in (
+            (COMPLETIONS, "messages,tokens,foo,b????z"),
+            (CHAT, "prompt,tokens,foo,b????z"),
+            ("/detokenize", "prompt,messages,foo,b????z"),
+        ):
+            for stream in (False, True):
+                response = await served.post(path, {**body, **({"stream": True} if stream and path[1] == "v" else {})})
+                assert response.status_code == 200, response.text
+                assert response.headers["x-tpu-serve-ignored"] == ignored
+        many = {f"field{number}" * 50: 1 for number in range(1000)}
+        response = await served.post(COMPLETIONS, {"prompt": "hi", **many})
+        assert len(response.headers["x-tpu-serve-ignored"]) < 2000
+
+
+@asynchronous
+async def test_strict_fields_refuse_unknown_names():
+    async with serving(ServerConfig(strict_fields=True)) as served:
+        check_error(await served.post(COMPLETIONS, {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
+        check_error(await served.post("/tokenize", {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
+        assert (await served.post(COMPLETIONS, {"prompt": "hi", "user": "me", "foo": None})).status_code == 200

@@ -1,0 +1,134 @@
+"""Offline generation with the embedded model."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpu_serve import LLM, ConfigError, InvalidRequest, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(64,))
+
+
+def idle(llm):
+    llm.engine.core.scheduler.check()
+    return not llm.engine.core.scheduler.has_work and llm.engine.core.scheduler.pool.usage == 0
+
+
+def test_chat_answers_with_language(llm):
+    (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
+    assert output.outputs[0].text == "The capital of France is Paris."
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_several_conversations_and_template_arguments(llm):
+    conversations = [
+        [{"role": "user", "content": f"What is the capital of {country}?"}] for country in ("Italy", "Spain")
+    ]
+    outputs = llm.chat(conversations, GREEDY)
+    assert [re.sub(r".* is ", "", output.outputs[0].text) for output in outputs] == ["Rome.", "Madrid."]
+    (output,) = llm.chat(conversations[0], GREEDY, enable_thinking=False)
+    assert output.prompt == outputs[0].prompt + "<think>\n\n</think>\n\n"
+
+
+def test_prompts_in_every_form_and_params_per_prompt(llm):
+    ids = llm.tokenizer.encode("Once upon a time")
+    by_text, by_ids = llm.generate(["Once upon a time", ids], [GREEDY, SamplingParams(temperature=0, max_tokens=5)])
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(ids)
+    assert by_text.outputs[0].token_ids[:5] == by_ids.outputs[0].token_ids
+    assert llm.generate("Once upon a time", GREEDY)[0].outputs == by_text.outputs
+    assert llm.generate(ids, GREEDY)[0].outputs == by_text.outputs
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_stop_string_ends_the_answer_and_frees_the_engine(llm):
+    whole = llm.generate("Once upon a time", GREEDY)[0].outputs[0]
+    cut = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=30, stop=["named"]))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index("named")]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", "named")
+    assert len(cut.token_ids) < len(whole.token_ids)
+    assert idle(llm)
+
+
+def test_model_defaults_and_seeds(llm):
+    assert llm.default_params().temperature == 0.6
+    assert llm.default_params().top_k == 20
+    one, other = (
+        llm.generate("Once upon a time", SamplingParams(seed=3, temperature=1.5, max_tokens=20, n=2))[0]
+        for _ in range(2)
+    )
+    assert one.outputs == other.outputs
+    assert one.outputs[0] != one.outputs[1]
+
+
+def test_errors_name_the_field_and_leave_nothing_behind(llm):
+    with pytest.raises(InvalidRequest, match="maximum context length is 256"):
+        llm.generate(["fine", [3] * 256], GREEDY)
+    with pytest.raises(InvalidRequest, match="out of vocabulary"):
+        llm.generate([[5000]], GREEDY)
+    with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidRequest):
+        llm.chat([{"role": "user"}], GREEDY)
+    assert idle(llm)
+    assert len(llm.generate("a", GREEDY)) == 1
+
+
+def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
+    core = llm.engine.core
+    step, calls = core.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once"] * 3, GREEDY)
+    monkeypatch.undo()
+    before = llm.generate("Once", GREEDY)
+    assert before == llm.generate("Once", GREEDY)
+    assert idle(llm)
+
+
+def test_unknown_and_impossible_options():
+    with pytest.raises(ConfigError, match=r"Unknown option 'max_model_length'\. Did you mean 'max_model_len'"):
+        LLM(max_model_length=5)
+    with pytest.raises(ConfigError, match="more than the model's own limit of 2048"):
+        LLM(max_model_len=4096)
+    with pytest.raises(ConfigError, match="There is no folder '/does/not/exist'"):
+        LLM("/does/not/exist")
+
+
+def test_dummy_weights_need_no_file(tmp_path):
+    source = ROOT / "tests" / "fixtures" / "qwen3_moe"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    options = {
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 2,
+        "token_buckets": (16,),
+        "load_format": "dummy",
+        "hf_overrides": {"num_hidden_layers": 1},
+    }
+    first, again = (LLM(str(tmp_path), **options).generate("hello", GREEDY) for _ in range(2))
+    assert first == again
+    with pytest.raises(ConfigError, match="safetensors"):
+        LLM(str(tmp_path))
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import sys, tpu_serve; tpu_serve.SamplingParams(); assert 'jax' not in sys.modules; print(tpu_serve.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == __import__("tpu_serve").__version__
