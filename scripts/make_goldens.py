@@ -12,7 +12,7 @@ Run by hand after `pip install -e .[golden]`: `python scripts/make_goldens.py`. 
     router_ids_0, router_weights_0 [MoE layers, T, K]
 
 Weights are random, with a scale at which each of them matters: a wrong one moves the logits by far more than rounding does. The
-seed is the first one where no choice (of an expert, of a greedy token) hangs on rounding.
+seed is the first one where no choice (of an expert, of a greedy token) and no order of the best tokens hangs on rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from golden_checkpoints import VARIANTS, write_checkpoint, write_json
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 NUM_GREEDY = 24
-MIN_ROUTER_GAP, MIN_ARGMAX_GAP = 1e-3, 5e-3
+MIN_ROUTER_GAP, MIN_ARGMAX_GAP, MIN_TOP5_GAP = 1e-3, 5e-3, 2e-4
 MIN_DISTINCT = 12
 """Fewest different tokens in all greedy continuations: one token for ever would prove little."""
 
@@ -120,8 +120,8 @@ def golden_values(model: Any, prompts: list[list[int]]) -> tuple[dict[str, np.nd
 
 
 @torch.no_grad()
-def make(name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Writes one fixture and returns its manifest."""
+def make(name: str, seed: int, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Writes one fixture and returns its manifest and golden values."""
     tokenizer = VARIANTS[name].train()
     write_checkpoint(folder, VARIANTS[name], seed, tokenizer)
     model = load_model(folder)
@@ -150,14 +150,16 @@ def make(name: str, seed: int, folder: Path) -> dict[str, Any]:
         "prompt_lengths": [len(prompt) for prompt in prompts],
     }
     write_json(folder / "manifest.json", manifest)
-    return manifest
+    return manifest, values
 
 
-def is_clear(manifest: dict[str, Any]) -> bool:
-    """No choice hangs on rounding, and the continuations are varied text that ends at no special token."""
+def is_clear(manifest: dict[str, Any], values: dict[str, np.ndarray]) -> bool:
+    """No choice or order hangs on rounding, and the continuations are varied text that ends at no special token."""
+    top5 = np.concatenate([values[f"top5_logprobs_{number}"] for number in range(len(PROMPTS))])
     return (
         manifest["router_gap"] > MIN_ROUTER_GAP
         and manifest["argmax_gap"] > MIN_ARGMAX_GAP
+        and float((top5[:, :-1] - top5[:, 1:]).min()) > MIN_TOP5_GAP
         and manifest["distinct_greedy_tokens"] >= MIN_DISTINCT
         and not manifest["greedy_has_special"]
     )
@@ -173,13 +175,13 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     for variant in [options.only] if options.only else VARIANTS:
         for seed in [options.seed] if options.seed is not None else range(1000):
-            manifest = make(variant, seed, options.out / variant)
+            manifest, values = make(variant, seed, options.out / variant)
             print(
                 variant,
                 {key: value for key, value in manifest.items() if not isinstance(value, dict | list)},
                 flush=True,
             )
-            if is_clear(manifest):
+            if is_clear(manifest, values):
                 break
         else:
             raise SystemExit(f"{variant}: none of the seeds tried is clear")

@@ -22,7 +22,7 @@ from tpu_serve.config import EngineConfig, ServerConfig
 from tpu_serve.server.logs import configure_logging
 from tpu_serve.server.run import serve
 
-FAKES = Path(__file__).parent / "fakes.py"
+FAKES = Path(__file__).parents[1] / "fakes.py"
 
 
 class Process:

@@ -52,7 +52,8 @@ def test_fused_experts_are_the_same_weights(tmp_path):
 
 def test_both_dialects_describe_the_same_model():
     names = json.loads((FOLDER / "v5_style" / "config.json").read_text())
-    assert "rope_parameters" in names and names["head_dim"] is None
+    assert "rope_parameters" in names
+    assert names["head_dim"] is None
     assert Mixtral.from_config(read_config(FOLDER / "v5_style")) == model()
 
 
@@ -62,7 +63,8 @@ def test_head_dim_follows_from_the_hidden_size_unless_given():
 
 
 def test_weights_of_experts_always_sum_to_one():
-    assert model().moe.renormalise and model(norm_topk_prob=False).moe.renormalise
+    assert model().moe.renormalise
+    assert model(norm_topk_prob=False).moe.renormalise
 
 
 def test_tied_models_have_no_output_table():
