@@ -6,6 +6,7 @@ import pytest
 from scheduler_driver import add, commit, drain, make, rows, schedule, step
 
 from tpu_serve.request import FinishReason, Request, SamplingParams
+from tpu_serve.scheduler.page_pool import hash_page
 
 # ---- the token budget -----------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ def test_without_prefix_caching_everything_is_computed() -> None:
         add(scheduler, name, list(range(8)))
     assert step(scheduler) == [("a", 0, 8), ("b", 0, 8)]
     assert scheduler.stats.prefix_hits == 0
+    assert scheduler.pool.match([hash_page(b"", range(4), "")]) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])

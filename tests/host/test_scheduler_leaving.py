@@ -51,6 +51,18 @@ def test_a_sequence_preempted_in_flight_keeps_its_token_and_returns_only_after_t
     assert step(scheduler) == [("b", 4, 2)]
 
 
+def test_a_sequence_preempted_in_flight_does_not_return_early_when_the_batch_empties() -> None:
+    scheduler = make(pages=3)
+    add(scheduler, "a", 4)
+    add(scheduler, "b", 5)
+    first = schedule(scheduler)
+    assert scheduler.schedule() is None
+    scheduler.abort("a")
+    assert scheduler.schedule() is None
+    commit(scheduler, first, b=9)
+    assert step(scheduler) == [("b", 4, 2)]
+
+
 def test_a_sequence_preempted_in_flight_may_turn_out_to_be_finished() -> None:
     scheduler = make(pages=3)
     add(scheduler, "a", 4)
@@ -103,7 +115,18 @@ def test_nobody_is_preempted_for_pages_that_are_about_to_come() -> None:
     assert names(output.preempted) == "d"
 
 
-def test_the_youngest_waits_for_pages_and_keeps_its_own_until_an_older_one_needs_them() -> None:
+def test_the_youngest_waits_for_pages_and_keeps_its_own() -> None:
+    scheduler = make(pages=3)
+    add(scheduler, "a", 4, max_tokens=3)
+    add(scheduler, "b", 4)
+    assert step(scheduler) == [("a", 0, 4), ("b", 0, 4)]
+    assert step(scheduler) == [("a", 4, 1)]
+    assert step(scheduler) == [("a", 5, 1)]
+    assert step(scheduler) == [("b", 4, 1)]
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_the_youngest_loses_its_pages_when_an_older_one_needs_them() -> None:
     scheduler = make(pages=14, page_size=1, budget=4)
     add(scheduler, "a", 3)
     add(scheduler, "b", 8)
@@ -122,8 +145,8 @@ def test_the_youngest_waits_for_pages_and_keeps_its_own_until_an_older_one_needs
     assert scheduler.pool.usage == 0
 
 
-def test_a_prefill_that_is_short_of_pages_waits_for_them() -> None:
-    scheduler = make(pages=33, page_size=1, seqs=8, budget=14, length=20)
+def test_a_prefill_that_is_short_of_pages_waits_and_nobody_takes_those_that_are_left() -> None:
+    scheduler = make(pages=34, page_size=1, seqs=8, budget=14, length=20)
     for name in "abcde":
         add(scheduler, name, 1, max_tokens=3)
     for name in "xy":
@@ -134,11 +157,13 @@ def test_a_prefill_that_is_short_of_pages_waits_for_them() -> None:
     commit(scheduler, first)
     scheduler.abort("x")
     scheduler.abort("y")
+    add(scheduler, "z", 1)
     third = schedule(scheduler)
-    assert [row[0] for row in rows(third)] == list("abcde")  # they took the last pages
+    assert [row[0] for row in rows(third)] == list("abcde")  # now p needs seven pages and z one
+    assert scheduler.pool.num_free == 1
     assert (names(scheduler.running), third.preempted) == ("abcdep", ())
     commit(scheduler, second)
-    assert rows(schedule(scheduler)) == [("p", 10, 7)]
+    assert rows(schedule(scheduler)) == [("z", 0, 1), ("p", 10, 7)]
     commit(scheduler, third)
 
 

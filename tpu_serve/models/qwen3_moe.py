@@ -65,29 +65,30 @@ class Qwen3Moe:
             raise ConfigError(
                 f"config.json: hidden_act {activation!r} is not supported for qwen3_moe; supported is 'silu'."
             )
-        hidden, num_heads = config.get("hidden_size"), config.get("num_attention_heads")
+        hidden, num_heads = config.get("hidden_size", kind=int), config.get("num_attention_heads", kind=int)
         head_dim = config.get("head_dim", None) or hidden // num_heads
         dense, step = config.get("mlp_only_layers", None) or [], config.get("decoder_sparse_step", 1)
         return cls(
-            vocab_size=config.get("vocab_size"),
+            vocab_size=config.get("vocab_size", kind=int),
             hidden=hidden,
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
             moe=MoEConfig(
-                num_experts=config.get("num_experts"),
-                top_k=config.get("num_experts_per_tok"),
+                num_experts=config.get("num_experts", kind=int),
+                top_k=config.get("num_experts_per_tok", kind=int),
                 hidden=hidden,
-                intermediate=config.get("moe_intermediate_size"),
+                intermediate=config.get("moe_intermediate_size", kind=int),
                 renormalise=config.get("norm_topk_prob", False),
             ),
             moe_layers=tuple(
-                layer not in dense and (layer + 1) % step == 0 for layer in range(config.get("num_hidden_layers"))
+                layer not in dense and (layer + 1) % step == 0
+                for layer in range(config.get("num_hidden_layers", kind=int))
             ),
             dense_intermediate=config.get("intermediate_size", 0),
             rope=Rope.from_config(head_dim, config.get("rope_theta", 10000.0), config.get("rope_scaling", None)),
             epsilon=config.get("rms_norm_eps", 1e-6),
-            max_position=config.get("max_position_embeddings"),
+            max_position=config.get("max_position_embeddings", kind=int),
             tied=config.get("tie_word_embeddings", False),
         )
 
