@@ -51,16 +51,36 @@ def test_a_sequence_preempted_in_flight_keeps_its_token_and_returns_only_after_t
     assert step(scheduler) == [("b", 4, 2)]
 
 
-def test_a_sequence_preempted_in_flight_does_not_return_early_when_the_batch_empties() -> None:
-    scheduler = make(pages=3)
+def test_a_sequence_preempted_in_flight_does_not_return_early_though_pages_are_free() -> None:
+    scheduler = make(pages=6, budget=21)
+    for name, num_tokens in (("o", 4), ("a", 8), ("x", 4), ("b", 5)):
+        add(scheduler, name, num_tokens)
+    first = schedule(scheduler)
+    scheduler.abort("x")
+    second = schedule(scheduler)
+    assert rows(second) == [("b", 5, 1)]  # o and a wait for the page of x
+    commit(scheduler, first)
+    third = schedule(scheduler)
+    assert (rows(third), names(third.preempted)) == ([("o", 4, 1)], "b")  # a waits for those of b
+    scheduler.abort("a")
+    fourth = schedule(scheduler)
+    assert rows(fourth) == [("o", 5, 1)]
+    commit(scheduler, second)
+    assert rows(schedule(scheduler)) == [("o", 6, 1), ("b", 4, 3)]
+    commit(scheduler, third)
+    commit(scheduler, fourth)
+
+
+def test_recomputed_pages_are_shared_again() -> None:
+    scheduler = make(pages=4, length=16)
     add(scheduler, "a", 4)
     add(scheduler, "b", 5)
-    first = schedule(scheduler)
-    assert scheduler.schedule() is None
-    scheduler.abort("a")
-    assert scheduler.schedule() is None
-    commit(scheduler, first, b=9)
-    assert step(scheduler) == [("b", 4, 2)]
+    step(scheduler)
+    while "a" in names(scheduler.running):
+        step(scheduler)  # in the end it holds every page
+    assert step(scheduler)[0][:2] == ("b", 0)
+    add(scheduler, "bb", 5, max_tokens=1)
+    assert step(scheduler)[-1] == ("bb", 4, 1)
 
 
 def test_a_sequence_preempted_in_flight_may_turn_out_to_be_finished() -> None:

@@ -56,10 +56,6 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def num_tokens(self) -> int:
         """Tokens including those that launched steps will bring."""
         return len(self.tokens) + self.num_inflight
