@@ -92,6 +92,9 @@ class FakeRunner:
             time.sleep(0.01)
         return ticket.tokens
 
+    def reset(self) -> None:
+        pass
+
     def _sample(self, item: Any) -> SampledToken | None:
         if not item.samples:
             return None

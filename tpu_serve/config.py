@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded" / "tiny-chat"
 """The model that is used when none is named."""
@@ -39,6 +40,20 @@ def _check_choices(part: Any) -> None:
         if choices and getattr(part, item.name) not in choices:
             raise ConfigError(
                 f"--{item.name.replace('_', '-')} must be one of {', '.join(choices)}, got {getattr(part, item.name)!r}."
+            )
+
+
+def _check_types(part: Any) -> None:
+    """Python callers bring values of any type; the command line has parsed its own."""
+    for name, hint in get_type_hints(type(part)).items():
+        value = getattr(part, name)
+        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        if float in kinds:
+            kinds.append(int)
+        # bool is an int to isinstance, never to an option.
+        if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be of type {hint if isinstance(hint, UnionType) else hint.__name__}, got {value!r}."
             )
 
 
@@ -80,6 +95,7 @@ class ModelOptions:
     seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_choices(self)
         _check_at_least(self, 2, "max_model_len")
 
@@ -115,6 +131,7 @@ class CacheOptions:
     enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_at_least(self, 1, "page_size", "kv_cache_memory_bytes")
         _check_at_least(self, 2, "num_pages")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
@@ -138,6 +155,7 @@ class SchedulerOptions:
     max_num_queued_reqs: int | None = option(None, "most requests that may wait; 16 times --max-num-seqs when left out")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
 
 
@@ -156,6 +174,7 @@ class CompileOptions:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if list(self.token_buckets) != sorted(set(self.token_buckets)) or any(n < 1 for n in self.token_buckets):
             raise ConfigError(
                 f"--token-buckets must be positive and rising, got {' '.join(map(str, self.token_buckets))}."

@@ -161,9 +161,11 @@ class LLM:
                             del collectors[output.request_id]
                             core.abort(output.request_id, FinishReason.STOP)
                             bar.update()
-        finally:  # an interrupt must not leave requests behind that the next call would run
-            for request_id in collectors:
-                core.abort(request_id)
+        except (
+            BaseException
+        ):  # an interrupt, say: the step that it cut short cannot be mended, and the next call starts afresh
+            core.reset()
+            raise
         return [
             RequestOutput(
                 prompt,

@@ -102,6 +102,22 @@ def test_garbage_beyond_a_sequence_is_never_read():
     np.testing.assert_allclose(out[:22], 1.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("others", [[], [(3, 1)]], ids=["a block of one sequence", "a block of several"])
+def test_a_token_that_is_not_finite_reaches_only_later_tokens_of_its_sequence(others):
+    """The pages before it may be shared with other requests."""
+    rng = np.random.default_rng(5)
+    _, batch = build([*others, (0, 40)], 64, 8, rng)
+    bad = len(others) + 30
+    q, k, v = (rng.normal(0, 1, (64, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    cache = np.zeros((NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), np.float32)
+    good_out, _ = run(q, k, v, cache, batch, scale=HEAD_DIM**-0.5)
+    for array in (q, k, v):
+        array[bad] = np.nan
+    out, _ = run(q, k, v, cache, batch, scale=HEAD_DIM**-0.5)
+    np.testing.assert_allclose(out[:bad], good_out[:bad], atol=1e-6)
+    assert np.isnan(out[bad : len(others) + 40]).all()
+
+
 def test_bfloat16_cache_as_bits_equals_the_plain_one():
     rng = np.random.default_rng(4)
     _, batch = build([(9, 1), (0, 40)], 160, 80, rng)

@@ -1,13 +1,18 @@
 """Offline generation with the embedded model."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from tpu_serve import LLM, ConfigError, InvalidRequest, SamplingParams
+from tpu_serve.config import EngineConfig
+from tpu_serve.engine import build
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
@@ -83,22 +88,35 @@ def test_errors_name_the_field_and_leave_nothing_behind(llm):
     assert len(llm.generate("a", GREEDY)) == 1
 
 
-def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
-    core = llm.engine.core
-    step, calls = core.step, []
+@pytest.mark.parametrize("place", ["before the launch", "after the launch", "before the collection", "after it"])
+def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch, place):
+    """A signal arrives where time is spent: pages are promised but not written, the device state is consumed, a step is never committed."""
+    runner = llm.engine.core.runner
+    name = "launch" if "launch" in place else "collect"
+    real, calls = getattr(runner, name), []
+    prompts = ["Once upon a time there was", "Once"]
+    expected = [output.outputs for output in llm.generate(prompts, GREEDY)]
+    llm.engine.core.scheduler.pool.reset()
 
-    def interrupted():
+    def interrupted(step):
         calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return step()
+        if len(calls) < 3:
+            return real(step)
+        if place == "after the launch":  # between the call of the program and the assignment of what it returned
+            state = runner._state
+            real(step)
+            runner._state = state
+        if place == "after it":
+            real(step)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(core, "step", interrupted)
+    monkeypatch.setattr(runner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Once"] * 3, GREEDY)
+        llm.generate(prompts, GREEDY)
     monkeypatch.undo()
-    before = llm.generate("Once", GREEDY)
-    assert before == llm.generate("Once", GREEDY)
+    assert idle(llm)
+    for _ in range(2):
+        assert [output.outputs for output in llm.generate(prompts, GREEDY)] == expected
     assert idle(llm)
 
 
@@ -126,6 +144,56 @@ def test_dummy_weights_need_no_file(tmp_path):
     assert first == again
     with pytest.raises(ConfigError, match="safetensors"):
         LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "words"),
+    [
+        ("config.json", {"architectures": None}, "architectures is null"),
+        ("config.json", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ("config.json", {"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ("config.json", {"head_dim": 15}, "head size of 15"),
+        ("config.json", {"num_hidden_layers": "3"}, "num_hidden_layers must be an integer"),
+        ("config.json", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
+        ("generation_config.json", {"temperature": 5}, "temperature must be in"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be an integer"),
+    ],
+)
+def test_broken_descriptions_are_refused_before_weights_are_read(tmp_path, monkeypatch, file, changes, words):
+    source = ROOT / "tests" / "fixtures" / "qwen3_moe"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
+    monkeypatch.setattr(build, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(tmp_path))
+
+
+def test_each_engine_keeps_programs_where_its_own_option_says(tmp_path):
+    def compile_something(size, **options):
+        build._set_up_compile_cache(EngineConfig.from_options(**options))
+        jax.jit(lambda x: x * 3 + size)(np.ones(size)).block_until_ready()
+
+    try:
+        compile_something(5, compile_cache_dir=str(tmp_path / "a"))
+        assert list((tmp_path / "a").iterdir())
+        compile_something(6, compile_cache_dir=str(tmp_path / "b"))
+        assert list((tmp_path / "b").iterdir())
+        before = set(tmp_path.rglob("*"))
+        compile_something(7, compile_cache_dir="off")
+        assert set(tmp_path.rglob("*")) == before
+    finally:
+        build._set_up_compile_cache(EngineConfig())
+
+
+def test_layers_can_be_cut_from_a_checkpoint():
+    source = str(ROOT / "tests" / "fixtures" / "qwen3_moe")
+    options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "token_buckets": (16,)}
+    cut = LLM(source, hf_overrides={"num_hidden_layers": 1}, **options)
+    assert len(cut.engine.core.runner.params["layers"]) == 1
+    assert cut.generate("hello", GREEDY)
+    with pytest.raises(ConfigError, match="lacks weights"):
+        LLM(source, hf_overrides={"num_hidden_layers": 4}, **options)
 
 
 def test_importing_the_package_imports_no_jax():

@@ -86,6 +86,35 @@ def test_impossible_configurations_say_number_and_flag(options, words):
         plan(**options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": "4"},
+        {"max_num_seqs": True},
+        {"page_size": 16.0},
+        {"num_pages": 33.5},
+        {"max_model_len": "64"},
+        {"kv_cache_memory_bytes": "1g"},
+        {"device_memory_utilization": "0.5"},
+        {"enable_prefix_caching": "false"},
+        {"token_buckets": 8},
+        {"hf_overrides": "{}"},
+        {"seed": "x"},
+        {"model": None},
+    ],
+)
+def test_options_of_the_wrong_type_are_refused_by_name(options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be"):
+        EngineConfig.from_options(**options)
+
+
+def test_options_take_what_their_type_says():
+    EngineConfig.from_options(
+        device_memory_utilization=1, token_buckets=[8, 16], hf_overrides={}, seed=-1, tokenizer=None
+    )
+
+
 def test_token_buckets():
     assert token_buckets(512, 4) == (8, 32, 128, 512)
     assert token_buckets(500, 4) == (8, 32, 128, 500), "the last one is the budget exactly"

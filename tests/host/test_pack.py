@@ -86,7 +86,8 @@ def test_flags_ask_only_for_work_that_is_needed():
     assert of(temperature=0.0, top_k=5) == (0, 0, 0)
     assert of(temperature=1.0) == (1, 0, 0)
     assert of(temperature=1.0, top_k=-1, top_p=1.0) == (1, 0, 0)
-    assert of(temperature=1.0, top_p=0.9) == (1, 1, 0)
+    for filters in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        assert of(temperature=1.0, **filters) == (1, 1, 0)
     assert of(temperature=0.0, logprobs=0) == (0, 0, 1)
     assert read(scheduled(0, 1, [1, 2], [1], 0, samples=False, logprobs=3)).sampling.any_logprobs == 0
 

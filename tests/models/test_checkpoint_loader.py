@@ -15,6 +15,8 @@ from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.config import ConfigError
 from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
 from tpu_serve.device.params import ParamSpec, Source, num_bytes, transposed
+from tpu_serve.hf_config import read_config
+from tpu_serve.models.registry import build_model
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "qwen3_moe"
 EXPERTS, HIDDEN, INNER = 8, 64, 32
@@ -251,3 +253,24 @@ def test_integers_do_not_become_floats(mesh, tmp_path):
     save(tmp_path, x=np.zeros(4, np.uint8))
     with pytest.raises(ConfigError, match=r"x in .* is uint8\[4\], but the weight x is float32\. Is it quantised\?"):
         load({"x": weight("x", (4,))}, tmp_path, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("lm_head.weight", lambda array: array[:500]),
+        ("lm_head.weight", lambda array: array.astype(np.int8)),
+        ("model.layers.2.mlp.experts.7.up_proj.weight", lambda array: array.T),  # as many values as the right one
+    ],
+)
+def test_what_headers_tell_is_refused_before_any_value_is_read(tmp_path, mesh, name, change):
+    files, model = SafetensorsFolder(FIXTURE), build_model(read_config(FIXTURE))
+    tensors = {key: files.read(key) for key in files.names}
+    save(tmp_path, **(tensors | {name: change(tensors[name])}))
+    reports = []
+    with pytest.raises(ConfigError, match=name):
+        load_params(
+            model.param_specs(jnp.float32), tmp_path, mesh, DEFAULT_RULES,
+            progress=lambda done, total: reports.append(done),
+        )  # fmt: skip
+    assert reports == []

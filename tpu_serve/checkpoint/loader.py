@@ -47,6 +47,8 @@ def load_params(
     """
     files = SafetensorsFolder(folder)
     sources = _choose_sources(files, specs, ignore)
+    for path, spec in iterate(specs):
+        _check_header(files, path, spec, sources[path])
     shardings = {path: _sharding(path, spec, mesh, rules) for path, spec in iterate(specs)}
     sizes = {path: sum(map(files.num_bytes, source.keys)) for path, source in sources.items()}
     done, total = 0, sum(sizes.values())
@@ -138,6 +140,22 @@ def _sharding(path: str, spec: ParamSpec, mesh: Mesh, rules: AxisRules) -> Named
         raise ConfigError(f"The weight {path} cannot be placed: {error}.") from None
 
 
+def _check_header(files: SafetensorsFolder, path: str, spec: ParamSpec, source: Source) -> None:
+    """Raises ConfigError where a tensor's shape or type cannot be that of its weight."""
+    for key in source.keys:
+        stored, shape = files.info(key)
+        found = f"{stored}{list(shape)}"
+        if source.shape is not None and shape != source.shape:
+            raise ConfigError(
+                f"{key} in {files.folder} is {found}, but the model expects the shape {list(source.shape)} for its weight {path}. "
+                f"config.json and the weights are not of one model."
+            )
+        if jnp.issubdtype(spec.dtype, jnp.floating) and not jnp.issubdtype(stored, jnp.floating):
+            raise ConfigError(
+                f"{key} in {files.folder} is {found}, but the weight {path} is {jnp.dtype(spec.dtype)}. Is it quantised?"
+            )
+
+
 def _host_array(files: SafetensorsFolder, path: str, spec: ParamSpec, source: Source) -> np.ndarray:
     """One weight with the spec's shape and type, in memory of its own."""
     names = source.keys[0] + (f" and {len(source.keys) - 1} more" if len(source.keys) > 1 else "")
@@ -152,9 +170,6 @@ def _host_array(files: SafetensorsFolder, path: str, spec: ParamSpec, source: So
             f"{names} in {files.folder} ({found}) gives the weight {path} shape {list(array.shape)}, but the model expects "
             f"{list(spec.shape)}. config.json and the weights are not of one model."
         )
-    dtype = jnp.dtype(spec.dtype)
-    if jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ConfigError(f"{names} in {files.folder} is {found}, but the weight {path} is {dtype}. Is it quantised?")
-    array = array.astype(dtype, order="C", copy=False)
+    array = array.astype(jnp.dtype(spec.dtype), order="C", copy=False)
     # On CPU the device array may be this very memory: it must not be the file's, which someone may overwrite.
     return array if array.flags.writeable else array.copy()

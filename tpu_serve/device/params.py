@@ -33,10 +33,17 @@ def transposed(arrays: list[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One way a weight may lie in a checkpoint: the tensors' names and how they become the weight."""
+    """One way a weight may lie in a checkpoint.
+
+    Attributes:
+      keys: the tensors' names.
+      transform: how they become the weight.
+      shape: of each of the tensors. A transform may not notice two dimensions in the wrong order.
+    """
 
     keys: tuple[str, ...]
     transform: Transform = _only
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
@@ -62,13 +63,23 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     experts = choose_backend(config.model.moe_backend, model.moe, chip)
     on_phase("tokenizer", 0.0)
     tokenizer = _tokenizer(config, folder)
+    info = ModelInfo(
+        name=config.model.source,
+        architecture=hf_config.architecture,
+        max_model_len=plan.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids(hf_config),
+        default_params=_default_params(folder),
+        num_params=num_params(specs),
+        max_num_queued=plan.max_num_queued,
+    )
 
     on_phase("weights", 0.0)
     if dummy:
         params = random_init(specs, mesh, DEFAULT_RULES, config.model.seed)
     else:
         params = load_params(
-            specs, folder, mesh, DEFAULT_RULES, ignore=model.ignored_weights,
+            specs, folder, mesh, DEFAULT_RULES, ignore=(*model.ignored_weights, *_cut_layers(folder, hf_config)),
             progress=lambda done, total: on_phase("weights", done / max(1, total)),
         )  # fmt: skip
     on_phase("compile", 0.0)
@@ -88,21 +99,13 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     started = time.perf_counter()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     _report(model, hf_config, plan, chip, dtype, specs, time.perf_counter() - started)
-    info = ModelInfo(
-        name=config.model.source,
-        architecture=hf_config.architecture,
-        max_model_len=plan.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=eos_token_ids(hf_config),
-        default_params=_default_params(folder),
-        num_params=num_params(specs),
-        max_num_queued=plan.max_num_queued,
-    )
     return Engine(config, info, Intake(info, config.model.seed), EngineCore(scheduler, runner), tokenizer)
 
 
 def _set_up_compile_cache(config: EngineConfig) -> None:
     cache = config.compile.cache_folder
+    # JAX looks at these settings once, at the process's first compilation; another engine may have been built before this one.
+    compilation_cache.reset_cache()
     if cache is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
@@ -117,6 +120,12 @@ def _set_up_compile_cache(config: EngineConfig) -> None:
     # Small programs too: a second start should compile nothing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cut_layers(folder: Path, hf_config: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of layers that --hf-overrides cut off: those are left out on purpose."""
+    kept, whole = (one.get("num_hidden_layers", kind=int) for one in (hf_config, read_config(folder)))
+    return tuple(f"model.layers.{layer}.*" for layer in range(kept, whole))
 
 
 def _dtype(config: EngineConfig, hf_config: HFConfig) -> Any:

@@ -18,6 +18,9 @@ class Runner(Protocol):
     def collect(self, ticket: Any) -> list[SampledToken | None]:
         """Waits for a step; one entry per scheduled row."""
 
+    def reset(self) -> None:
+        """Can launch again after a step that was cut short; what was cached on the device may be lost."""
+
     @property
     def compile_count(self) -> int:
         """Programs compiled so far; constant once the runner is ready."""
@@ -43,8 +46,18 @@ class EngineCore:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
         return self.scheduler.abort(request_id, reason)
 
+    def reset(self) -> None:
+        """Forgets every request and everything cached. `step` may be called again after it was cut short by an exception, which left
+        pages promised but not written and launched steps that nobody will commit."""
+        self._launched = None
+        self.scheduler.reset()
+        self.runner.reset()
+
     def step(self) -> list[TokenOutput]:
-        """Launches the next step, then commits the previous one. Returns what the previous one brought."""
+        """Launches the next step, then commits the previous one. Returns what the previous one brought.
+
+        After an exception only `reset` may follow.
+        """
         started = time.perf_counter()
         planned = self.scheduler.schedule()
         launched = None if planned is None else (planned, self.runner.launch(planned))

@@ -98,11 +98,15 @@ def _online_softmax(
         scores = jnp.einsum(f"qkgd,{letters}->kgqw", q, keys, preferred_element_type=jnp.float32)
         at = i * width + jnp.arange(width)
         visible = at < lengths[:, None]
+        if kv.ndim == 4:
+            # Weight 0 does not silence a NaN in a value, and all queries share the values here: tokens that see a bad one get NaN through
+            # its score, and those before it, whose pages other requests may share, get nothing of it.
+            good = jnp.isfinite(values).all(axis=(-2, -1))
+            scores, values = jnp.where(good, scores, jnp.nan), jnp.where(good[:, None, None], values, 0)
         scores = jnp.where(visible, scores, MASKED)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
-        # Weight 0 does not silence a NaN that an earlier holder of the page left behind.
-        written = at < lengths.max() if kv.ndim == 4 else visible
-        values = jnp.where(written[..., None, None], values, 0)
+        if kv.ndim == 5:  # nor one that an earlier holder of the page left behind
+            values = jnp.where(visible[..., None, None], values, 0)
         weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
         update = jnp.einsum(

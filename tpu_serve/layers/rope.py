@@ -31,8 +31,10 @@ class Rope:
         """Reads `rope_theta` and `rope_scaling` of config.json.
 
         Raises:
-          ConfigError: the scaling type is not supported.
+          ConfigError: the scaling type is not supported or lacks a number, or the head size is odd.
         """
+        if head_dim % 2 or head_dim < 2:
+            raise ConfigError(f"config.json: a head size of {head_dim} cannot be rotated in pairs.")
         plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
         kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
         if scaling is None or kind == "default":
@@ -46,6 +48,11 @@ class Rope:
     @classmethod
     def _yarn(cls, head_dim: int, theta: float, plain: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
         """YaRN (https://arxiv.org/abs/2309.00071), sections 3.2 and 3.4: slow dimensions are interpolated, fast ones are left alone."""
+        for name in ("factor", "original_max_position_embeddings"):
+            if not isinstance(scaling.get(name), int | float):
+                raise ConfigError(
+                    f"config.json: yarn needs a number {name} in rope_scaling, got {scaling.get(name)!r}."
+                )
         factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
         def dimension_of(rotations: float) -> float:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_serve.config import ConfigError
 from tpu_serve.device.params import ParamSpec, Source, transposed
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing, route
 from tpu_serve.layers.norm import rms_norm
@@ -27,22 +28,31 @@ def linear_spec(
     other_names: tuple[str, ...] = (),
 ) -> ParamSpec:
     """A projection `[in, out]` from the checkpoint's `name.weight` `[out, in]`, or from that of one of the other names."""
-    sources = tuple(Source((f"{one}.weight",), transposed) for one in (name, *other_names))
+    sources = tuple(Source((f"{one}.weight",), transposed, (size_out, size_in)) for one in (name, *other_names))
     return ParamSpec((size_in, size_out), dtype, axes, sources, scale=size_in**-0.5)
 
 
 def norm_spec(name: str, size: int, dtype: Any) -> ParamSpec:
-    return ParamSpec((size,), dtype, (None,), (Source((f"{name}.weight",)),), scale=None)
+    return ParamSpec((size,), dtype, (None,), (Source((f"{name}.weight",), shape=(size,)),), scale=None)
 
 
 def embedding_spec(name: str, vocab: int, hidden: int, dtype: Any) -> ParamSpec:
-    return ParamSpec((vocab, hidden), dtype, ("vocab", None), (Source((f"{name}.weight",)),), scale=0.5)
+    shape = (vocab, hidden)
+    return ParamSpec(shape, dtype, ("vocab", None), (Source((f"{name}.weight",), shape=shape),), scale=0.5)
 
 
 def attention_specs(
     prefix: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> dict[str, ParamSpec]:
-    """Query, key, value and output projections without biases."""
+    """Query, key, value and output projections without biases.
+
+    Raises:
+      ConfigError: the query heads cannot be shared out among the KV heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
+        )
     return {
         "q_proj": linear_spec(f"{prefix}.q_proj", hidden, num_heads * head_dim, dtype, (None, "heads")),
         "k_proj": linear_spec(f"{prefix}.k_proj", hidden, num_kv_heads * head_dim, dtype, (None, "kv_heads")),
@@ -85,8 +95,9 @@ def expert_specs(
                 Source(
                     tuple(f"{prefix}.{e}.{name}.weight" for e in range(num_experts) for name in (gate, up)),
                     stack_gate_up,
+                    (inner, hidden),
                 ),
-                Source((f"{fused}.gate_up_proj",), split_gate_up),
+                Source((f"{fused}.gate_up_proj",), split_gate_up, (num_experts, 2 * inner, hidden)),
             ),
             scale=hidden**-0.5,
         ),
@@ -98,8 +109,9 @@ def expert_specs(
                 Source(
                     tuple(f"{prefix}.{e}.{down}.weight" for e in range(num_experts)),
                     lambda arrays: np.stack(arrays).swapaxes(1, 2),
+                    (hidden, inner),
                 ),
-                Source((f"{fused}.down_proj",), lambda arrays: arrays[0].swapaxes(1, 2)),
+                Source((f"{fused}.down_proj",), lambda arrays: arrays[0].swapaxes(1, 2), (num_experts, hidden, inner)),
             ),
             scale=inner**-0.5,
         ),

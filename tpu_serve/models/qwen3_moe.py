@@ -66,13 +66,13 @@ class Qwen3Moe:
                 f"config.json: hidden_act {activation!r} is not supported for qwen3_moe; supported is 'silu'."
             )
         hidden, num_heads = config.get("hidden_size", kind=int), config.get("num_attention_heads", kind=int)
-        head_dim = config.get("head_dim", None) or hidden // num_heads
-        dense, step = config.get("mlp_only_layers", None) or [], config.get("decoder_sparse_step", 1)
+        head_dim = config.get("head_dim", None, kind=int) or hidden // num_heads
+        dense, step = config.get("mlp_only_layers", None, kind=list) or [], config.get("decoder_sparse_step", 1)
         return cls(
             vocab_size=config.get("vocab_size", kind=int),
             hidden=hidden,
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads", None) or num_heads,
+            num_kv_heads=config.get("num_key_value_heads", None, kind=int) or num_heads,
             head_dim=head_dim,
             moe=MoEConfig(
                 num_experts=config.get("num_experts", kind=int),
@@ -82,8 +82,7 @@ class Qwen3Moe:
                 renormalise=config.get("norm_topk_prob", False),
             ),
             moe_layers=tuple(
-                layer not in dense and (layer + 1) % step == 0
-                for layer in range(config.get("num_hidden_layers", kind=int))
+                layer not in dense and (layer + 1) % step == 0 for layer in range(config.get("num_hidden_layers", kind=int))
             ),
             dense_intermediate=config.get("intermediate_size", 0),
             rope=Rope.from_config(head_dim, config.get("rope_theta", 10000.0), config.get("rope_scaling", None)),

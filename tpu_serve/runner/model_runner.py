@@ -95,6 +95,9 @@ class ModelRunner:
         num_valid_ids: int,
     ):
         self.params, self._state = params, state
+        self._state_shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state
+        )
         self._layouts = {layout.num_tokens: layout for layout in layouts}
         self._buckets = sorted(self._layouts)
         self._programs: dict[int, Any] = {}
@@ -141,6 +144,11 @@ class ModelRunner:
         packed = pack(output.scheduled, self._layouts[size])
         self._state, sampled = self._programs[size](self.params, self._state, packed)
         return LaunchedStep(output, sampled)
+
+    def reset(self) -> None:
+        """Can launch again after a launch that was cut short: state that it consumed without a successor is replaced by zeros."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            self._state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._state_shapes)
 
     def collect(self, ticket: LaunchedStep) -> list[SampledToken | None]:
         """Waits for a step; one entry per scheduled row, None where nothing was sampled."""

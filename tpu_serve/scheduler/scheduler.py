@@ -106,6 +106,15 @@ class Scheduler:
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._step_id = 0
 
+    def reset(self) -> None:
+        """Forgets every request, page, slot and cached prefix, in whatever state a step that was cut short left them. Counters stay."""
+        self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+        self.waiting.clear()
+        self.running.clear()
+        self._by_id.clear()
+        self._leaving.clear()
+        self._free_slots = list(range(self.num_slots - 1, -1, -1))
+
     def add(self, request: Request) -> None:
         """Queues a request.
 

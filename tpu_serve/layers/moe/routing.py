@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tpu_serve.config import ConfigError
 from tpu_serve.device.batch import pytree
 
 
@@ -25,6 +26,12 @@ class MoEConfig:
     hidden: int
     intermediate: int
     renormalise: bool
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {self.top_k} of {self.num_experts} experts is impossible."
+            )
 
 
 @pytree
