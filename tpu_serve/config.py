@@ -74,7 +74,9 @@ class ModelOptions:
     tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     load_format: str = option(
-        "auto", "'dummy' makes random weights and reads only config.json", choices=("auto", "safetensors", "dummy")
+        "auto",
+        "'dummy' makes random weights: the folder needs config.json and the tokenizer only",
+        choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
         "auto",
@@ -268,6 +270,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_at_least(self, 1, "max_request_bytes")
+        if "" in self.api_key:
+            raise ConfigError("--api-key must not be empty: everyone could send that key.")
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         if not self.shutdown_timeout >= 0:
@@ -288,7 +294,7 @@ def parse_count(text: str) -> int:
     Raises:
       ConfigError: the text is not such a number.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
     if not match:
         raise ConfigError(f"{text!r} is not a number such as 4096, 32k or 2g.")
     return int(float(match[1]) * _SUFFIXES[match[2]])

@@ -76,7 +76,7 @@ def test_layouts():
         ({"kv_cache_memory_bytes": 2**20}, r"--kv-cache-memory-bytes gives 64. Use --max-model-len 1008 or less"),
         ({"num_pages": 2_000_000}, r"2000000 pages needs 30.52 GiB.*beside the weights 13.40 GiB are free"),
         (
-            {"token_buckets": (8, 64)},
+            {"token_buckets": (8, 64), "max_num_batched_tokens": 512},
             "--token-buckets must end at --max-num-batched-tokens, which is 512; the last one is 64",
         ),
     ],

@@ -156,6 +156,23 @@ def test_tool_arguments_are_mappings_when_they_can_be():
         assert render(source, [message]) == expected
 
 
+@pytest.mark.parametrize("calls", [5, "x", {"a": 1}, True])
+def test_tool_calls_that_are_no_array_are_refused(calls):
+    with pytest.raises(InvalidRequest, match="tool_calls"):
+        render("x", [{"role": "assistant", "content": "x", "tool_calls": calls}])
+
+
+def test_tool_arguments_nested_too_deeply_stay_text():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    assert (
+        render(
+            "{{ messages[0].tool_calls[0].function.arguments | length }}",
+            [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        )
+        == "100000"
+    )
+
+
 def test_null_fields_are_absent():
     assert render("{{ messages[0].content is defined }}", [{"role": "assistant", "content": None}]) == "False"
 

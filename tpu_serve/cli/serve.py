@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from tpu_serve.cli.options import add_engine_options, add_server_options, engine_config, server_config
+from tpu_serve.config import ConfigError
 
 
 def register(subparsers: Any) -> None:
@@ -22,6 +24,13 @@ def register(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until it is told to stop; returns the exit code."""
     engine, server = engine_config(arguments), server_config(arguments)
+    if not engine.model.model:
+        # --served-model-name takes every word that follows, a MODEL after it too.
+        for name in server.served_model_name[1:]:
+            if Path(name).expanduser().is_dir():
+                raise ConfigError(
+                    f"--served-model-name took the folder {name} as a name, and no MODEL is left: write MODEL first, or --model {name}."
+                )
 
     from tpu_serve.server.run import serve
 

@@ -53,6 +53,9 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     dummy = config.model.load_format == "dummy"
     folder = resolve(config.model.source, config.model.revision, weights=not dummy)
     hf_config = read_config(folder, config.model.hf_overrides)
+    if (quantization := hf_config.get("quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(f"config.json: quantised checkpoints ({method}) are not supported; use the unquantised one.")
     model = build_model(hf_config)
     dtype = _dtype(config, hf_config)
     device = jax.devices()[0]

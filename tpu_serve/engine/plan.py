@@ -61,7 +61,9 @@ def make_plan(
         )
     page_size = cache.page_size or chip.page_size
     # One of the two limits given: the other one's default gives way. Both given and contradictory: an error.
-    budget = options.max_num_batched_tokens or max(chip.max_num_batched_tokens, options.max_num_seqs or 0)
+    given = config.compile.token_buckets
+    default_budget = given[-1] if given else max(chip.max_num_batched_tokens, options.max_num_seqs or 0)
+    budget = options.max_num_batched_tokens or default_budget
     max_num_seqs = options.max_num_seqs or min(chip.max_num_seqs, budget)
     if max_num_seqs > budget:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -119,7 +120,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         known = by_phrase(404, "There is nothing at this path; /docs lists every endpoint.", "not_found")
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("allow", "")
+        allowed = Headers(error.headers or {}).get("allow", "")
         known = by_phrase(405, f"This path answers {allowed}, not {request.method}.", "method_not_allowed")
     else:
         known = by_phrase(error.status_code, str(error.detail), "http_error")

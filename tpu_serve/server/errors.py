@@ -25,6 +25,17 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+# In the words of JSON rather than those of pydantic, which name our classes.
+_WISHES = {
+    "model_type": "an object",
+    "dict_type": "an object",
+    "list_type": "an array",
+    "too_short": "a non-empty array",
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
 _INTERNAL = "Something went wrong inside the server; its log has the details. Other requests are not affected."
 
 
@@ -141,6 +152,7 @@ def from_validation(error: ValidationError) -> InvalidRequest:
             problems[path] = f"{path} is required"
         else:
             wish = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            wish = _WISHES.get(problem["type"], wish)
             problems[path] = f"{path} must be {wish}, got {show(problem['input'])}"
     # Of the types of a union, the complaint that goes deepest is about what was meant.
     problems = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-QUIET_PATHS = ("/health", "/metrics")
+QUIET_PATHS = ("/health", "/ping", "/metrics", "/metrics/", "/load")
 """Asked for every few seconds by machines; their access lines are shown at debug only."""
 
 

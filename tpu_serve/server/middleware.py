@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tpu_serve.server.body import error_response
 from tpu_serve.server.errors import unauthorized
+from tpu_serve.server.fanout import shutting_down
 from tpu_serve.server.metrics import Metrics
 from tpu_serve.server.service import clean_id
 
@@ -59,6 +61,10 @@ class Edge:
                 await self._app(scope, receive, send_with_id)
             else:
                 await error_response(unauthorized())(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            # The server ends while this client still sends its body, or reads nothing.
+            if not status:
+                await error_response(shutting_down())(scope, receive, send_with_id)
         except Exception as error:
             logger.exception("Request %s failed", state["request_id"])
             if status:  # too late to say so in a response; the server closes the connection

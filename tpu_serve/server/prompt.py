@@ -12,6 +12,8 @@ from tpu_serve.server.service import LONG_TEXT, Service
 from tpu_serve.text.chat_template import RENDER_ARGUMENTS
 
 MAX_PROMPTS = 1024
+MESSAGE_OVERHEAD = 50
+"""Characters that a message or a part of one costs as much as, besides its text."""
 
 
 def split_prompts(prompt: Any) -> list[str | list[int]]:
@@ -40,6 +42,13 @@ def _are_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def _size(content: Any) -> int:
+    """About how many characters a message's content has."""
+    if isinstance(content, list):
+        return sum(MESSAGE_OVERHEAD + len(str(part.get("text", ""))) for part in content)
+    return len(content or "")
+
+
 async def chat_token_ids(service: Service, request: ChatFields) -> tuple[list[int], tuple[str, ...]]:
     """Token ids of a chat prompt, and the names of template variables that the template does not know.
 
@@ -61,11 +70,11 @@ async def chat_token_ids(service: Service, request: ChatFields) -> tuple[list[in
     for name in variables:
         if name in RENDER_ARGUMENTS or not name.isidentifier() or name == "self":
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs cannot set {show(name)}.")
-    messages = [message.model_dump(exclude_unset=True) for message in request.messages]
-    size = sum(len(str(message.get("content") or "")) for message in messages)
+    size = sum(MESSAGE_OVERHEAD + _size(message.content) for message in request.messages)
 
     def render() -> str:
         assert template is not None
+        messages = [message.model_dump(exclude_unset=True) for message in request.messages]
         return template.render(
             messages,
             documents=request.documents,

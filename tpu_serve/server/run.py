@@ -176,6 +176,8 @@ class _Run:
 
     def _on_phase(self, name: str, share: float) -> None:
         self._state.set_phase(name, share)
+        if name == "compile" and self._phase is not None and self._phase[0] != name:
+            logger.info("Loading: compiling programs; takes longest at the first start with these options")
         if self._phase is None or self._phase[0] != name:
             self._log_phase()
             self._phase = (name, time.monotonic())

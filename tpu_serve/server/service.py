@@ -101,7 +101,7 @@ def make_id(given: str | None) -> str:
     """
     if given is None:
         return uuid.uuid4().hex
-    if not clean_id(given) == given:
+    if not given or clean_id(given) != given:
         raise InvalidRequest(
             "request_id", f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters without spaces."
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server.errors import show
 from tpu_serve.server.prompt import chat_token_ids
 from tpu_serve.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, given_fields, parse
 from tpu_serve.server.replies import DetokenizeReply, TokenizeReply, whole
-from tpu_serve.server.service import Service, check_model
+from tpu_serve.server.service import LONG_TEXT, Service, check_model
+
+T = TypeVar("T")
 
 
 async def tokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -31,7 +35,7 @@ async def tokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[s
         token_ids, unknown = await chat_token_ids(service, chat)
         ignored += unknown
     wants_texts = given.get("return_token_strs", False)
-    texts = [service.tokenizer.token_text(token_id) for token_id in token_ids] if wants_texts else None
+    texts = await in_thread(_token_texts, service, token_ids) if wants_texts else None
     reply = TokenizeReply(
         count=len(token_ids), max_model_len=service.info.max_model_len, tokens=token_ids, token_strs=texts
     )
@@ -54,4 +58,20 @@ async def detokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple
                 f"Token id {show(token_id)} is out of vocabulary: ids must be in [0, {size}).",
                 "out_of_vocabulary",
             )
-    return whole(DetokenizeReply(prompt=service.tokenizer.decode(request.tokens, skip_special_tokens=False))), ignored
+    text = await in_thread(_text, service, request.tokens)
+    return whole(DetokenizeReply(prompt=text)), ignored
+
+
+async def in_thread(work: Callable[[Service, list[int]], T], service: Service, token_ids: list[int]) -> T:
+    """Does work on tokens; in a thread when they are many, so that other requests' streams go on."""
+    if len(token_ids) < LONG_TEXT:
+        return work(service, token_ids)
+    return await asyncio.to_thread(work, service, token_ids)
+
+
+def _token_texts(service: Service, token_ids: list[int]) -> list[str]:
+    return [service.tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+def _text(service: Service, token_ids: list[int]) -> str:
+    return service.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -162,6 +162,8 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if name not in plain and other in plain:
             plain[name] = plain[other]
     if plain.get("tool_calls"):
+        if not isinstance(plain["tool_calls"], list | tuple):
+            raise InvalidRequest("messages", f"messages[{index}].tool_calls must be an array.", "invalid_type")
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
     return plain
 
@@ -182,7 +184,7 @@ def _plain_tool_call(call: Any) -> Any:
         case {"function": {"arguments": str(arguments)} as function}:
             try:
                 value = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return call
             return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
     return call

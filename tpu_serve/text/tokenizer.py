@@ -92,7 +92,8 @@ class Tokenizer:
         Special tokens written in the text are recognised. Raises `InvalidRequest` for text that is not valid Unicode.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Not `encode`, which holds the interpreter's lock for as long as it takes, whatever thread it runs in.
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             if not isinstance(text, str):
                 raise
