@@ -89,6 +89,17 @@ class HFConfig:
             kind = list if isinstance(default, tuple) else type(default)  # JSON has no tuples
         return value if kind is None else _typed(self.file, name, value, kind)
 
+    def positive(self, name: str, default: Any = _REQUIRED) -> int:
+        """The value of a key that counts something.
+
+        Raises:
+          ConfigError: as `get`, or the value is below 1.
+        """
+        value: int = self.get(name, default, kind=int)
+        if value < 1:
+            raise ConfigError(f"{self.file}: {name} must be at least 1, got {value}.")
+        return value
+
 
 def _typed(origin: Path | str, name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:

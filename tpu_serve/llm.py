@@ -27,7 +27,7 @@ class ChoiceOutput:
     Attributes:
       text: cut at a stop string.
       token_ids: of the answer, a final end-of-sequence token included.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length", or "error" when the model's output was not a number.
       stop_reason: the stop string or the stop token id that ended it; None for an end-of-sequence id.
       logprobs: one entry per token when asked for, else None.
     """
@@ -204,4 +204,4 @@ class _Collector:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))

@@ -109,6 +109,19 @@ def test_ids_outside_the_tokenizer_are_never_sampled():
         assert max(run(logits, rows(temperature=temperature), 30).token_ids.tolist()) < 30
 
 
+def test_a_row_that_is_not_a_number_is_reported_and_changes_no_other():
+    logits = some_logits().copy()
+    expected = run(logits, rows(temperature=[0, 1, 0, 1, 0]), VOCABULARY).token_ids.tolist()
+    logits[1, 7] = np.nan
+    logits[2, :] = np.nan
+    assert run(logits, rows(temperature=[0, 1, 0, 1, 0]), VOCABULARY).token_ids.tolist() == [
+        expected[0],
+        -1,
+        -1,
+        *expected[3:],
+    ]
+
+
 def test_frequencies_follow_the_distribution():
     logits = np.tile(np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32)), (ROWS, 1))
     counts = np.zeros(4)

@@ -192,6 +192,27 @@ async def test_a_dead_engine(caplog: pytest.LogCaptureFixture):
 
 
 @asynchronous
+async def test_one_request_without_a_number_to_sample_from_fails_alone():
+    """The device reports id -1 where the logits of a row hold a NaN."""
+    bad = ord("!")
+    runner = FakeRunner(lambda request, index: -1 if request.prompt_token_ids[0] == bad and index == 2 else ord("a"))
+    async with serving(runner=runner) as served:
+        failed, fine = await asyncio.gather(
+            served.post(COMPLETIONS, {"prompt": "!", "max_tokens": 9}),
+            served.post(COMPLETIONS, {"prompt": "?", "max_tokens": 9}),
+        )
+        assert failed.status_code == 500
+        assert failed.json()["error"]["reason"] == "request_failed"
+        assert "not a number" in failed.json()["error"]["message"]
+        assert fine.json()["choices"][0]["text"] == "a" * 9
+        streamed = await served.post(COMPLETIONS, {"prompt": "!", "max_tokens": 9, "stream": True})
+        *pieces, error = parse_events(streamed.text)
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == "aa"
+        assert error["error"]["reason"] == "request_failed"
+        assert (await served.client.get("/health")).status_code == 200
+
+
+@asynchronous
 async def test_api_keys():
     config = ServerConfig(api_key=("first-key", "second-key"))
     async with serving(config) as served:

@@ -4,6 +4,8 @@ from fakes import asynchronous, serving
 from test_server_errors import CHAT, COMPLETIONS, USER, check_error
 
 from tpu_serve.config import ServerConfig
+from tpu_serve.server.chat import create_chat_completion
+from tpu_serve.server.completions import create_completion
 from tpu_serve.server.parameters import HARMLESS, UNSUPPORTED
 
 
@@ -60,3 +62,12 @@ async def test_strict_fields_refuse_unknown_names():
         check_error(await served.post(COMPLETIONS, {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
         check_error(await served.post("/tokenize", {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
         assert (await served.post(COMPLETIONS, {"prompt": "hi", "user": "me", "foo": None})).status_code == 200
+
+
+@asynchronous
+async def test_without_http_the_answer_itself_names_ignored_fields():
+    async with serving() as served:
+        service = served.state.service
+        for create, body in ((create_completion, {"prompt": "hi"}), (create_chat_completion, {"messages": [USER]})):
+            assert (await create({**body, "max_tokens": 1, "fantasy": 1}, service))["ignored_fields"] == ["fantasy"]
+            assert "ignored_fields" not in await create({**body, "max_tokens": 1}, service)

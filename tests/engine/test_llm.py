@@ -52,6 +52,7 @@ def test_prompts_in_every_form_and_params_per_prompt(llm):
     assert by_text.outputs[0].token_ids[:5] == by_ids.outputs[0].token_ids
     assert llm.generate("Once upon a time", GREEDY)[0].outputs == by_text.outputs
     assert llm.generate(ids, GREEDY)[0].outputs == by_text.outputs
+    assert llm.generate(np.array(ids), GREEDY)[0].outputs == by_text.outputs
     assert llm.generate([], GREEDY) == []
 
 
@@ -80,6 +81,8 @@ def test_errors_name_the_field_and_leave_nothing_behind(llm):
         llm.generate(["fine", [3] * 256], GREEDY)
     with pytest.raises(InvalidRequest, match="out of vocabulary"):
         llm.generate([[5000]], GREEDY)
+    with pytest.raises(InvalidRequest, match="must be integers"):
+        llm.generate([[3, 1.5]], GREEDY)
     with pytest.raises(InvalidRequest, match="1 sampling parameters for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(InvalidRequest):
@@ -154,6 +157,11 @@ def test_dummy_weights_need_no_file(tmp_path):
         ("config.json", {"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
         ("config.json", {"head_dim": 15}, "head size of 15"),
         ("config.json", {"num_hidden_layers": "3"}, "num_hidden_layers must be an integer"),
+        ("config.json", {"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ("config.json", {"num_attention_heads": -1}, "num_attention_heads must be at least 1"),
+        ("config.json", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
+        ("config.json", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, r"quantised checkpoints \(gptq\)"),
         ("config.json", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ("generation_config.json", {"temperature": 5}, "temperature must be in"),
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be an integer"),

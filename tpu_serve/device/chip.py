@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
+from tpu_serve.config import ConfigError
+
 GIB = 2**30
 
 
@@ -62,11 +64,13 @@ def chip_of(device: jax.Device) -> Chip:
     """The chip that a JAX device is.
 
     Raises:
-      ValueError: neither a CPU nor a known TPU.
+      ConfigError: neither a CPU nor a known TPU.
     """
     if device.platform == "cpu":
         return cpu_chip()
     name = _KINDS.get(device.device_kind)
     if name is None:
-        raise ValueError(f"{device.device_kind!r} is not a known device; known are cpu and {', '.join(TPU_CHIPS)}")
+        raise ConfigError(
+            f"{device.device_kind!r} is not a supported device; supported are cpu and {', '.join(TPU_CHIPS)}."
+        )
     return TPU_CHIPS[name]

@@ -17,6 +17,10 @@ class EngineDead(RuntimeError):
     """The engine has failed and serves nothing any more."""
 
 
+class RequestFailed(RuntimeError):
+    """One request could not be finished; the engine goes on."""
+
+
 class EngineClient:
     """The only way to an engine core once it runs.
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from tpu_serve.engine.choice import Choice, ChoiceDelta
-from tpu_serve.engine.client import EngineClient, EngineDead
+from tpu_serve.engine.client import EngineClient, EngineDead, RequestFailed
 from tpu_serve.engine.engine import Engine
 from tpu_serve.request import FinishReason, InvalidRequest, Request, SamplingParams, TokenOutput
 
@@ -56,14 +56,16 @@ class Generation:
         """The next delta.
 
         Raises:
-          EngineDead: the engine failed, or refused this request.
+          RequestFailed: this request cannot be finished.
+          EngineDead: the engine failed.
         """
         if not self._num_open:
             raise StopAsyncIteration
         delta = await self._deltas.get()
         if delta.finish_reason is FinishReason.ERROR:
             self.close()
-            raise EngineDead(delta.error or "the engine failed")
+            kind = RequestFailed if self._frontend.client.is_alive else EngineDead
+            raise kind(delta.error or "the engine failed")
         self._num_open -= delta.finish_reason is not None
         return delta
 

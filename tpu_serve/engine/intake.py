@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,11 @@ class Intake:
         Raises:
           InvalidRequest: the prompt is empty, too long or has an id outside the vocabulary, or a stop id is outside it.
         """
-        info, prompt = self.info, tuple(prompt_token_ids)
+        info = self.info
+        try:
+            prompt = tuple(map(operator.index, prompt_token_ids))  # numpy's integers too
+        except TypeError:
+            raise InvalidRequest(param, "Token ids must be integers.", "invalid_type") from None
         if not prompt:
             raise InvalidRequest(param, "The prompt is empty: at least one token is needed.", "empty_prompt")
         for token_id in prompt:

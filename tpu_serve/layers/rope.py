@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_serve.config import ConfigError
+from tpu_serve.hf_config import HFConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,21 @@ class Rope:
     magnitude: float = 1.0
 
     @classmethod
-    def from_config(cls, head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> Rope:
+    def from_config(cls, config: HFConfig, head_dim: int, default_theta: float) -> Rope:
         """Reads `rope_theta` and `rope_scaling` of config.json.
 
         Raises:
-          ConfigError: the scaling type is not supported or lacks a number, or the head size is odd.
+          ConfigError: the scaling type is not supported or lacks a number, only part of a head is to be rotated, or the head size is odd.
         """
+        theta, scaling = config.get("rope_theta", default_theta), config.get("rope_scaling", None, kind=dict)
+        if config.get("partial_rotary_factor", 1.0) != 1:
+            raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported for this model.")
         if head_dim % 2 or head_dim < 2:
             raise ConfigError(f"config.json: a head size of {head_dim} cannot be rotated in pairs.")
         plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-        if scaling is None or kind == "default":
+        if scaling is None:
             return cls(tuple(plain.tolist()))
-        if kind != "yarn":
+        if (kind := scaling.get("rope_type")) != "yarn":
             raise ConfigError(
                 f"config.json: rope_scaling type {kind!r} is not supported; supported are 'default' and 'yarn'."
             )

@@ -22,7 +22,7 @@ class Sampled:
     """What each row sampled. The log-probability fields hold zeros when no row of the batch asked for them.
 
     Attributes:
-      token_ids: i32[S].
+      token_ids: i32[S], -1 where the logits hold a NaN.
       logprobs: f32[S], of the sampled token in the raw distribution.
       top_ids, top_logprobs: i32[S, 20] and f32[S, 20], most probable tokens of the raw distribution (fewer for a tiny vocabulary).
     """
@@ -46,6 +46,7 @@ def sample(logits: jax.Array, rows: SamplingRows, num_valid: int) -> Sampled:
     token_ids = jax.lax.cond(
         rows.any_random > 0, lambda: jnp.where(rows.temperature > 0, _draw(allowed, rows), greedy), lambda: greedy
     )
+    token_ids = jnp.where(jnp.isnan(logits).any(axis=-1), -1, token_ids)
     count = min(MAX_LOGPROBS, logits.shape[1])
 
     def report() -> tuple[jax.Array, jax.Array, jax.Array]:

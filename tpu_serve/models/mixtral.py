@@ -52,30 +52,30 @@ class Mixtral:
             raise ConfigError(
                 f"config.json: hidden_act {activation!r} is not supported for mixtral; supported is 'silu'."
             )
-        max_position = config.get("max_position_embeddings", kind=int)
+        max_position = config.positive("max_position_embeddings")
         window = config.get("sliding_window", None, kind=int)
         if window is not None and window < max_position:  # a longer one hides no key
             raise ConfigError(
                 f"config.json: sliding_window {window} is not supported for mixtral; supported are null and windows of at "
                 f"least max_position_embeddings, {max_position}."
             )
-        hidden, num_heads = config.get("hidden_size", kind=int), config.get("num_attention_heads", kind=int)
-        head_dim = config.get("head_dim", None, kind=int) or hidden // num_heads
+        hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
+        head_dim = config.positive("head_dim", hidden // num_heads)
         return cls(
-            vocab_size=config.get("vocab_size", kind=int),
+            vocab_size=config.positive("vocab_size"),
             hidden=hidden,
-            num_layers=config.get("num_hidden_layers", kind=int),
+            num_layers=config.positive("num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads", None, kind=int) or num_heads,
+            num_kv_heads=config.positive("num_key_value_heads", num_heads),
             head_dim=head_dim,
             moe=MoEConfig(
-                num_experts=config.get("num_experts", kind=int),
-                top_k=config.get("num_experts_per_tok", kind=int),
+                num_experts=config.positive("num_experts"),
+                top_k=config.positive("num_experts_per_tok"),
                 hidden=hidden,
-                intermediate=config.get("intermediate_size", kind=int),
+                intermediate=config.positive("intermediate_size"),
                 renormalise=True,
             ),
-            rope=Rope.from_config(head_dim, config.get("rope_theta", 1e6), config.get("rope_scaling", None)),
+            rope=Rope.from_config(config, head_dim, default_theta=1e6),
             epsilon=config.get("rms_norm_eps", 1e-5),
             max_position=max_position,
             tied=config.get("tie_word_embeddings", False),

@@ -65,29 +65,29 @@ class Qwen3Moe:
             raise ConfigError(
                 f"config.json: hidden_act {activation!r} is not supported for qwen3_moe; supported is 'silu'."
             )
-        hidden, num_heads = config.get("hidden_size", kind=int), config.get("num_attention_heads", kind=int)
-        head_dim = config.get("head_dim", None, kind=int) or hidden // num_heads
-        dense, step = config.get("mlp_only_layers", None, kind=list) or [], config.get("decoder_sparse_step", 1)
+        hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
+        head_dim = config.positive("head_dim", hidden // num_heads)
+        dense, step = config.get("mlp_only_layers", None, kind=list) or [], config.positive("decoder_sparse_step", 1)
         return cls(
-            vocab_size=config.get("vocab_size", kind=int),
+            vocab_size=config.positive("vocab_size"),
             hidden=hidden,
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads", None, kind=int) or num_heads,
+            num_kv_heads=config.positive("num_key_value_heads", num_heads),
             head_dim=head_dim,
             moe=MoEConfig(
-                num_experts=config.get("num_experts", kind=int),
-                top_k=config.get("num_experts_per_tok", kind=int),
+                num_experts=config.positive("num_experts"),
+                top_k=config.positive("num_experts_per_tok"),
                 hidden=hidden,
-                intermediate=config.get("moe_intermediate_size", kind=int),
+                intermediate=config.positive("moe_intermediate_size"),
                 renormalise=config.get("norm_topk_prob", False),
             ),
             moe_layers=tuple(
-                layer not in dense and (layer + 1) % step == 0 for layer in range(config.get("num_hidden_layers", kind=int))
+                layer not in dense and (layer + 1) % step == 0 for layer in range(config.positive("num_hidden_layers"))
             ),
             dense_intermediate=config.get("intermediate_size", 0),
-            rope=Rope.from_config(head_dim, config.get("rope_theta", 10000.0), config.get("rope_scaling", None)),
+            rope=Rope.from_config(config, head_dim, default_theta=10000.0),
             epsilon=config.get("rms_norm_eps", 1e-6),
-            max_position=config.get("max_position_embeddings", kind=int),
+            max_position=config.positive("max_position_embeddings"),
             tied=config.get("tie_word_embeddings", False),
         )
 

@@ -16,6 +16,8 @@ from tpu_serve.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from tpu_serve.scheduler.page_pool import PagePool, hash_page
 from tpu_serve.scheduler.sequence import Sequence, Status
 
+NOT_A_NUMBER = "the model's output for this request is not a number"
+
 
 # One of each is made for every row of every step; a frozen one takes four times as long to make.
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SampledToken:
-    """What the device sampled for one scheduled row."""
+    """What the device sampled for one scheduled row; id -1 says that its logits were not numbers."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -305,6 +307,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, result: SampledToken) -> TokenOutput:
         token_id, request = result.token_id, sequence.request
+        if token_id < 0:
+            self._finish(sequence, FinishReason.ERROR)
+            return TokenOutput(request_id=request.id, finish_reason=FinishReason.ERROR, error=NOT_A_NUMBER)
         sequence.tokens.append(token_id)
         self._seal(sequence)
         reason, stop_token_id = None, None

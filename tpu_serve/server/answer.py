@@ -82,10 +82,11 @@ def start_generations(
 
 
 async def complete(start: Start, body: Any, service: Service, request_id: str | None = None) -> dict[str, Any]:
-    """The whole answer to a request, without HTTP. Cancel it to abort."""
+    """The whole answer to a request, without HTTP. Cancel it to abort. What HTTP says in a header is in `ignored_fields`."""
     answer = await start(body, service, request_id)
     try:
-        return await answer.complete()
+        reply = await answer.complete()
+        return {**reply, "ignored_fields": list(answer.ignored)} if answer.ignored else reply
     finally:
         answer.close()
 

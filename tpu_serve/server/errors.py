@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tpu_serve.engine.client import EngineDead
+from tpu_serve.engine.client import EngineDead, RequestFailed
 from tpu_serve.request import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
         return _body(error.status, error.message, error.reason, param=error.param)
     if isinstance(error, HttpError):
         return _body(error.status, error.message, error.reason, type=error.type, code=error.code)
+    if isinstance(error, RequestFailed):
+        return _body(500, f"The request could not be finished: {error}.", "request_failed")
     if isinstance(error, EngineDead):
         return _body(500, f"The request could not be finished: {error}.", "engine_failed")
     return _body(500, _INTERNAL, "internal_error")
@@ -109,7 +111,7 @@ def error_headers(error: BaseException) -> dict[str, str]:
 
 def log_unexpected(error: BaseException, request_id: str) -> None:
     """Logs the traceback of an exception that is a defect of ours; the others are answers like any other."""
-    if not isinstance(error, InvalidRequest | HttpError | EngineDead):
+    if not isinstance(error, InvalidRequest | HttpError | EngineDead | RequestFailed):
         logger.error("Request %s failed", request_id, exc_info=error)
 
 
