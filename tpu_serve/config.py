@@ -151,7 +151,7 @@ class SchedulerOptions:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "token budget of one step, the size of a prefill chunk; 512 on CPU and 2048 on TPU when left out",
+        "token budget of one step, the size of a prefill chunk; 256 on CPU and 2048 on TPU when left out",
         aliases=("--chunked-prefill-size",),
     )
     max_num_queued_reqs: int | None = option(None, "most requests that may wait; 16 times --max-num-seqs when left out")

@@ -9,7 +9,7 @@ from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.engine.plan import make_plan
 from tpu_serve.runner.buckets import pick, token_buckets
 
-CPU = Chip("cpu", 16 * GIB, page_size=16, max_num_seqs=64, max_num_batched_tokens=512, bucket_growth=4)
+CPU = Chip("cpu", 16 * GIB, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4)
 LAYOUT = CacheLayout(num_layers=4, num_kv_heads=2, head_dim=32, dtype=jnp.bfloat16)  # 1 KiB a token
 
 
@@ -19,16 +19,16 @@ def plan(chip=CPU, model_max_len=2048, param_bytes=GIB, layout=LAYOUT, **options
 
 def test_defaults_follow_the_chip():
     made = plan()
-    assert (made.max_model_len, made.page_size, made.max_num_seqs, made.max_num_batched_tokens) == (2048, 16, 64, 512)
+    assert (made.max_model_len, made.page_size, made.max_num_seqs, made.max_num_batched_tokens) == (2048, 16, 64, 256)
     assert made.num_pages == 64 * 128 + 1, "as much as all sequences can use, and the padding page"
     assert made.max_num_queued == 16 * 64
-    assert made.buckets == (8, 32, 128, 512)
+    assert made.buckets == (8, 32, 128, 256)
     made = plan(TPU_CHIPS["v6e"])
     assert (made.page_size, made.max_num_seqs, made.buckets[0], made.buckets[-1]) == (128, 128, 8, 2048)
 
 
 def test_small_models_get_fewer_programs_on_a_cpu_only():
-    assert plan(param_bytes=3_000_000).buckets == (8, 64, 512)
+    assert plan(param_bytes=3_000_000).buckets == (8, 256)
     assert plan(TPU_CHIPS["v6e"], param_bytes=3_000_000).buckets == plan(TPU_CHIPS["v6e"]).buckets
 
 
@@ -54,7 +54,7 @@ def test_layouts():
     made = plan(max_model_len=100, page_size=16)
     small, *_, large = made.layouts(num_slots=128, pages_per_block=8)
     assert (small.num_tokens, small.num_rows, small.max_pages) == (8, 8, 8), "7 pages, rounded up to whole blocks"
-    assert (large.num_tokens, large.num_rows) == (512, 64)
+    assert (large.num_tokens, large.num_rows) == (256, 64)
 
 
 @pytest.mark.parametrize(

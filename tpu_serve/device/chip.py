@@ -57,7 +57,7 @@ _KINDS = {
 def cpu_chip() -> Chip:
     """This machine's processor as a chip."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Chip("cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=512, bucket_growth=4)
+    return Chip("cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4)
 
 
 def chip_of(device: jax.Device) -> Chip:

@@ -28,6 +28,7 @@ from tpu_serve.layers.moe.backends import choose_backend
 from tpu_serve.models.base import Model
 from tpu_serve.models.registry import build_model
 from tpu_serve.request import InvalidRequest, SamplingParams
+from tpu_serve.runner.compile_counter import num_cache_hits
 from tpu_serve.runner.model_runner import DeviceState, ModelRunner
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
@@ -77,6 +78,8 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         max_num_queued=plan.max_num_queued,
     )
 
+    _report(model, hf_config, plan, chip, dtype, specs)
+
     on_phase("weights", 0.0)
     if dummy:
         params = random_init(specs, mesh, DEFAULT_RULES, config.model.seed)
@@ -99,9 +102,12 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
     runner = ModelRunner(model, params, state, experts, layouts, min(tokenizer.vocab_size, model.vocab_size))
-    started = time.perf_counter()
+    started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
-    _report(model, hf_config, plan, chip, dtype, specs, time.perf_counter() - started)
+    logger.info(
+        "%d programs, for %s tokens, were ready in %.1f s; %d of them came from the compile cache",
+        len(plan.buckets), ", ".join(map(str, plan.buckets)), time.perf_counter() - started, num_cache_hits() - hits,
+    )  # fmt: skip
     return Engine(config, info, Intake(info, config.model.seed), EngineCore(scheduler, runner), tokenizer)
 
 
@@ -171,9 +177,7 @@ def _default_params(folder: Path) -> dict[str, Any]:
     return given
 
 
-def _report(
-    model: Model, hf_config: HFConfig, plan: EnginePlan, chip: Chip, dtype: Any, specs: Any, compile_seconds: float
-) -> None:
+def _report(model: Model, hf_config: HFConfig, plan: EnginePlan, chip: Chip, dtype: Any, specs: Any) -> None:
     logger.info(
         "%s: %.1fM parameters, %.3f GiB of weights in %s on %s",
         hf_config.architecture, num_params(specs) / 1e6, num_bytes(specs) / GIB, dtype.name, chip.name,
@@ -184,9 +188,3 @@ def _report(
         cache_tokens, plan.page_size, plan.num_pages * model.cache_layout(dtype).page_bytes(plan.page_size) / GIB,
         plan.max_model_len, cache_tokens / plan.max_model_len,
     )  # fmt: skip
-    logger.info(
-        "Compiled %d programs in %.1f s, for %s tokens",
-        len(plan.buckets),
-        compile_seconds,
-        ", ".join(map(str, plan.buckets)),
-    )

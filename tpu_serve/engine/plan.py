@@ -13,7 +13,7 @@ from tpu_serve.runner.pack import PackLayout
 CPU_CACHE_SHARE = 0.25
 """Without --kv-cache-memory-bytes, the KV cache takes at most this share of a CPU host's memory, and no more than all sequences can use."""
 QUEUE_PER_SEQUENCE = 16
-SMALL_MODEL_BYTES, SMALL_MODEL_GROWTH = 64 * 2**20, 8
+SMALL_MODEL_BYTES, SMALL_MODEL_GROWTH = 64 * 2**20, 32
 """A model this small computes padding faster than a CPU compiles another program, so its token buckets lie further apart."""
 
 

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 
 from tpu_serve.device.batch import Batch
 
-QUERY_BLOCK = 64
+QUERY_BLOCK = 32
 KV_BLOCK = 128
 """Tokens of the cache that one inner step reads, a multiple of every page size up to it."""
+SHARING_PAYS = 16
+"""With fewer queries in a block, a second way to read the keys costs more to compile than it saves."""
 MASKED = -1e30
 
 
@@ -70,7 +72,10 @@ def paged_attention(
             return _online_softmax(block_q, block_lengths, read, num_steps, step * page_size)
 
         # Within one sequence (a prefill chunk) all queries share the keys; otherwise each query gathers its own.
-        done = jax.lax.cond(one_sequence, lambda x: run(True, x), lambda x: run(False, x), block_q)
+        if size < SHARING_PAYS:
+            done = run(False, block_q)
+        else:
+            done = jax.lax.cond(one_sequence, lambda x: run(True, x), lambda x: run(False, x), block_q)
         return jax.lax.dynamic_update_slice_in_dim(out, done, index * size, axis=0)
 
     num_blocks = -(-batch.num_tokens // size)

@@ -68,8 +68,9 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
     def noise(low: jax.Array, high: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
-        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), choice)
-        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[1:], jnp.float32)
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        # One number for both, as every fold is a program of its own to compile: fewer than 2**24 positions, fewer than 2**8 choices.
+        return jax.random.gumbel(jax.random.fold_in(key, (choice << 24) + position), logits.shape[1:], jnp.float32)
 
     gumbel = jax.vmap(noise)(rows.seed_low, rows.seed_high, rows.choice, rows.output_position)
     return jnp.argmax(scaled + gumbel, axis=-1).astype(jnp.int32)

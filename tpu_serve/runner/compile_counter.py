@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
-_count = 0
+_HIT = "/jax/compilation_cache/cache_hits"
+_count = _hits = 0
 
 
 def _on_event(event: str, duration_secs: float, **_: object) -> None:
@@ -13,9 +14,20 @@ def _on_event(event: str, duration_secs: float, **_: object) -> None:
     _count += event == _EVENT
 
 
+def _on_hit(event: str, **_: object) -> None:
+    global _hits
+    _hits += event == _HIT
+
+
 jax.monitoring.register_event_duration_secs_listener(_on_event)
+jax.monitoring.register_event_listener(_on_hit)
 
 
 def num_compiled() -> int:
     """Programs compiled, or fetched from the persistent cache, since this module was imported."""
     return _count
+
+
+def num_cache_hits() -> int:
+    """Those of them that came from the persistent cache."""
+    return _hits

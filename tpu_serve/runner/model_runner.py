@@ -21,6 +21,9 @@ from tpu_serve.runner.compile_counter import num_compiled
 from tpu_serve.runner.pack import PackLayout, pack
 from tpu_serve.scheduler.scheduler import SampledToken, SchedulerOutput
 
+COMPILE_THREADS = 4
+"""XLA spends part of a compilation in one thread, so a few at a time keep even two cores busy."""
+
 
 @pytree
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class ModelRunner:
         return num_compiled()
 
     def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every bucket's program, two at a time, and runs each once on padding."""
+        """Compiles every bucket's program, several at a time, and runs each once on padding."""
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), (self.params, self._state)
         )
@@ -126,7 +129,7 @@ class ModelRunner:
             packed = jax.ShapeDtypeStruct((self._layouts[size].size,), jnp.int32)
             return self._step[size].lower(*shapes, packed).compile()
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
             for done, (size, program) in enumerate(zip(self._buckets, pool.map(build, self._buckets), strict=True)):
                 self._programs[size] = program
                 on_progress(done + 1, len(self._buckets))
