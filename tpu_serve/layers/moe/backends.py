@@ -89,13 +89,21 @@ def _combine(rows: jax.Array, routing: Routing, dtype: jnp.dtype) -> jax.Array:
 
 
 def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-    top_k, hidden = routing.expert_ids.shape[1], x.shape[1]
-    order, rank, counts = _sort_by_expert(routing.expert_ids, len(weights.gate_up))
-    rows = x[order // top_k]
-    gate = jax.lax.ragged_dot(rows, weights.gate_up[:, 0], counts, preferred_element_type=jnp.float32)
-    up = jax.lax.ragged_dot(rows, weights.gate_up[:, 1], counts, preferred_element_type=jnp.float32)
-    inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-    out = jax.lax.ragged_dot(inner, weights.down, counts, preferred_element_type=jnp.float32)
+    top_k, (num_experts, _, hidden, inner) = routing.expert_ids.shape[1], weights.gate_up.shape
+    order, rank, counts = _sort_by_expert(routing.expert_ids, num_experts)
+    # Each expert's rows twice in a row, for its gate and for its up projection, so that [E, 2, H, I] serves as 2E matrices where it lies:
+    # slicing the gates and the ups out of it would copy all weights at every call. Assignments without an expert come last.
+    num_valid = counts.sum(keepdims=True)
+    sizes = jnp.concatenate([counts, len(order) - num_valid])
+    starts = jnp.concatenate([jnp.cumsum(counts) - counts, num_valid])
+    expert = jnp.where(routing.expert_ids < 0, num_experts, routing.expert_ids).reshape(-1)[order]
+    gate_row = jnp.arange(len(order), dtype=jnp.int32) + starts[expert]
+    up_row = gate_row + sizes[expert]
+    token = jnp.zeros(2 * len(order), jnp.int32).at[gate_row].set(order // top_k).at[up_row].set(order // top_k)
+    matrices = weights.gate_up.reshape(2 * num_experts, hidden, inner)
+    both = jax.lax.ragged_dot(x[token], matrices, jnp.repeat(counts, 2), preferred_element_type=jnp.float32)
+    product = (jax.nn.silu(both[gate_row]) * both[up_row]).astype(x.dtype)
+    out = jax.lax.ragged_dot(product, weights.down, counts, preferred_element_type=jnp.float32)
     return _combine(out[rank].reshape(len(x), top_k, hidden), routing, x.dtype)
 
 
