@@ -1,6 +1,7 @@
 """Set-up that must happen before jax is first used, and fixtures that several folders share."""
 
 import os
+import signal
 from pathlib import Path
 
 # The CPU client sizes its thread pool by this; several simulated devices on a small machine deadlock with too few threads.
@@ -10,6 +11,10 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / ".test-cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("TPU_SERVE_API_KEY", None)
+
+# A run in the background may inherit an ignored SIGINT, and so would the servers and commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 
