@@ -29,7 +29,8 @@ from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.request import Request, TokenLogprobs
 from tpu_serve.scheduler.page_pool import PagePool
-from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 from tpu_serve.server.app import create_app
 from tpu_serve.server.run import serve
 from tpu_serve.server.state import ServerState

@@ -11,8 +11,8 @@ import pytest
 from tpu_serve.layers.attention import paged_attention, pages_per_block
 from tpu_serve.request import Request, SamplingParams
 from tpu_serve.runner.pack import PackLayout, pack
-from tpu_serve.scheduler.scheduler import Scheduled
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.step import Scheduled
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES, MAX_PAGES = 4, 2, 8, 8, 700, 48
 

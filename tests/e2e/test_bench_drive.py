@@ -10,7 +10,8 @@ from tpu_serve.bench.sweep import Sweep
 from tpu_serve.config import ConfigError
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.scheduler.page_pool import PagePool
-from tpu_serve.scheduler.scheduler import SampledToken, Scheduler
+from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.step import SampledToken
 
 
 class CountingTicket:

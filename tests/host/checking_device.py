@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 
 from tpu_serve.request import FinishReason, Request
-from tpu_serve.scheduler.scheduler import SampledToken
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.step import SampledToken
 
 VOCABULARY = 12
 

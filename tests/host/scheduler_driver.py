@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from tpu_serve.request import Request, SamplingParams, TokenOutput
 from tpu_serve.scheduler.page_pool import PagePool
-from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 EOS, STOP, WORD = 1, 2, 7
 

@@ -5,8 +5,8 @@ import numpy as np
 
 from tpu_serve.request import Request, SamplingParams
 from tpu_serve.runner.pack import PackLayout, pack
-from tpu_serve.scheduler.scheduler import Scheduled
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.step import Scheduled
 
 LAYOUT = PackLayout(num_tokens=16, num_rows=4, max_pages=8, page_size=4, num_slots=10)
 

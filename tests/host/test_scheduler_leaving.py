@@ -6,7 +6,7 @@ import pytest
 from scheduler_driver import EOS, STOP, WORD, add, commit, make, names, rows, schedule, step
 
 from tpu_serve.request import FinishReason, TokenLogprobs
-from tpu_serve.scheduler.scheduler import SampledToken
+from tpu_serve.scheduler.step import SampledToken
 
 # ---- preemption -----------------------------------------------------------------------------------------------------
 

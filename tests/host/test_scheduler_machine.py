@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tpu_serve.request import FinishReason, Request, SamplingParams, TokenOutput
 from tpu_serve.scheduler.page_pool import PagePool
-from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 MAX_LAUNCHED = 2
 pytestmark = pytest.mark.timeout(600)  # passes in seconds; a failure is first made small

@@ -6,7 +6,8 @@ import time
 from typing import Any, Protocol
 
 from tpu_serve.request import FinishReason, Request, TokenOutput
-from tpu_serve.scheduler.scheduler import SampledToken, Scheduler, SchedulerOutput
+from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 
 class Runner(Protocol):

@@ -19,7 +19,7 @@ from tpu_serve.request import TokenLogprobs
 from tpu_serve.runner.buckets import pick
 from tpu_serve.runner.compile_counter import num_compiled
 from tpu_serve.runner.pack import PackLayout, pack
-from tpu_serve.scheduler.scheduler import SampledToken, SchedulerOutput
+from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 COMPILE_THREADS = 4
 """XLA spends part of a compilation in one thread, so a few at a time keep even two cores busy."""

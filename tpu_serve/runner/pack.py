@@ -14,7 +14,7 @@ import numpy as np
 
 from tpu_serve.device.batch import Batch, SamplingRows
 from tpu_serve.scheduler.page_pool import PADDING_PAGE
-from tpu_serve.scheduler.scheduler import Scheduled
+from tpu_serve.scheduler.step import Scheduled
 
 _FLOATS = ("temperature", "top_p", "min_p")
 

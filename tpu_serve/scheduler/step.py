@@ -1,0 +1,52 @@
+"""What goes out of the scheduler and what comes back, for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tpu_serve.request import FinishReason, TokenLogprobs
+from tpu_serve.scheduler.sequence import Sequence
+
+
+# One of each is made for every row of every step; a frozen one takes four times as long to make.
+@dataclass(slots=True)
+class Scheduled:
+    """Compute `length` tokens of a sequence from position `start`; `samples`: the last of them yields the next token."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One planned step: rows with a single token first, then longer chunks, each group in order of arrival."""
+
+    step_id: int
+    scheduled: tuple[Scheduled, ...]
+    preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.length for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """What the device sampled for one scheduled row; id -1 says that its logits were not numbers."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start; tokens unless said otherwise."""
+
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens_computed: int = 0
+    generated: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
