@@ -154,7 +154,9 @@ class SchedulerOptions:
         "token budget of one step, the size of a prefill chunk; 256 on CPU and 2048 on TPU when left out",
         aliases=("--chunked-prefill-size",),
     )
-    max_num_queued_reqs: int | None = option(None, "most requests that may wait; 16 times --max-num-seqs when left out")
+    max_num_queued_reqs: int | None = option(
+        None, "most requests that may wait in the server; 16 times --max-num-seqs when left out"
+    )
 
     def __post_init__(self) -> None:
         _check_types(self)

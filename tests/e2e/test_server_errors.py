@@ -117,6 +117,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "invalid_type"),
     ({"messages": ["hi"]}, "messages", "invalid_type"),
     ({"messages": [{"content": "hi"}]}, "messages", "missing_field"),
+    ({"messages": [{"role": "user"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": None}]}, "messages", "invalid_value"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages", "invalid_type"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_value"),
     ({"messages": [USER] * 50}, "messages", "context_length_exceeded"),

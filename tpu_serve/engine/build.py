@@ -156,7 +156,8 @@ def _dtype(config: EngineConfig, hf_config: HFConfig) -> Any:
 def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
     if config.model.tokenizer is None:
         return Tokenizer.load(folder)
-    return Tokenizer.load(resolve(config.model.tokenizer, config.model.revision, weights=False))
+    is_local = Path(config.model.tokenizer).expanduser().is_dir()  # --revision is then the model's alone
+    return Tokenizer.load(resolve(config.model.tokenizer, None if is_local else config.model.revision, weights=False))
 
 
 def _default_params(folder: Path) -> dict[str, Any]:

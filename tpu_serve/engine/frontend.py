@@ -145,7 +145,8 @@ class Frontend:
         if self.client.num_waiting + len(requests) > limit:
             raise InvalidRequest(
                 None,
-                f"The server is busy: {self.client.num_waiting} requests are waiting, the limit is {limit} (--max-num-queued-reqs).",
+                f"The server is busy: {self.client.num_waiting} requests are waiting, {len(requests)} more were asked for, and the limit is "
+                f"{limit} (--max-num-queued-reqs).",
                 "queue_full",
                 503,
             )

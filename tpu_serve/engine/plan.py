@@ -120,9 +120,10 @@ def _num_pages(
             f"{(usable - param_bytes) / GIB:.2f} GiB are free. Lower it, or raise --device-memory-utilization."
         )
     if num_pages - 1 < per_sequence:
-        fits = max(0, num_pages - 1) * page_size
+        fits = (num_pages - 1) * page_size
+        advice = f"Use --max-model-len {fits} or less" if fits >= 2 else "Use more memory"
         raise ConfigError(
             f"One sequence of --max-model-len {max_model_len} tokens needs {per_sequence} pages of {page_size} tokens and one for padding "
-            f"({(per_sequence + 1) * page_bytes / GIB:.3f} GiB); {origin} gives {num_pages}. Use --max-model-len {fits} or less."
+            f"({(per_sequence + 1) * page_bytes / GIB:.3f} GiB); {origin} gives {num_pages}. {advice}."
         )
     return num_pages

@@ -70,6 +70,11 @@ async def chat_token_ids(service: Service, request: ChatFields) -> tuple[list[in
     for name in variables:
         if name in RENDER_ARGUMENTS or not name.isidentifier() or name == "self":
             raise InvalidRequest("chat_template_kwargs", f"chat_template_kwargs cannot set {show(name)}.")
+    for index, message in enumerate(request.messages):
+        if message.content is None and message.role != "assistant":  # an assistant's turn may hold tool calls only
+            raise InvalidRequest(
+                "messages", f"messages[{index}].content is required for the role {show(message.role)}."
+            )
     size = sum(MESSAGE_OVERHEAD + _size(message.content) for message in request.messages)
 
     def render() -> str:
