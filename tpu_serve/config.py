@@ -267,6 +267,9 @@ class ServerConfig:
     max_request_bytes: int = option(32 * 2**20, "largest request body (k, m, g suffixes allowed)")
     shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
     log_level: str = option("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
+    log_stats_interval: float = option(
+        10.0, "seconds between log lines with throughput and load while there is work; 0 for none"
+    )
     enable_log_requests: bool = option(False, "log every request's id, sizes and outcome (never its text)")
 
     def __post_init__(self) -> None:
@@ -280,6 +283,8 @@ class ServerConfig:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout}.")
+        if not self.log_stats_interval >= 0:
+            raise ConfigError(f"--log-stats-interval must not be negative, got {self.log_stats_interval}.")
 
     @property
     def api_keys(self) -> frozenset[str]:

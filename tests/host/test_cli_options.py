@@ -42,6 +42,7 @@ EXAMPLES = {
     "strict_fields": ([], True),
     "max_request_bytes": (["1m"], 2**20),
     "shutdown_timeout": (["1.5"], 1.5),
+    "log_stats_interval": (["0"], 0.0),
     "log_level": (["debug"], "debug"),
     "enable_log_requests": ([], True),
 }

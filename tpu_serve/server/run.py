@@ -23,6 +23,7 @@ from tpu_serve.engine.engine import Engine
 from tpu_serve.server.app import create_app
 from tpu_serve.server.logs import configure_logging
 from tpu_serve.server.state import ServerState
+from tpu_serve.server.stats_line import StatsLine
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class _Run:
         self._last_line = ""
         self._num_signals = 0
         self._ending: asyncio.Task[None] | None = None
+        self._stats: asyncio.Task[None] | None = None
         self.is_stuck = False
 
     async def main(self) -> int:
@@ -154,6 +156,8 @@ class _Run:
         )
         self._loader.start()
         await self._http.serve(sockets=[self._listener])
+        if self._stats is not None:
+            self._stats.cancel()
         closer = self._close_engine()
         if closer is not None:
             closer.join(CLOSING)
@@ -206,6 +210,14 @@ class _Run:
             self._url,
             time.monotonic() - self._started,
         )
+        if self._server.log_stats_interval:
+            self._stats = self._loop.create_task(self._log_stats(StatsLine(engine.core.scheduler)))
+
+    async def _log_stats(self, line: StatsLine) -> None:
+        while True:
+            await asyncio.sleep(self._server.log_stats_interval)
+            if (text := line.take(self._server.log_stats_interval)) is not None:
+                logger.info("%s", text)
 
     def _on_load_failure(self, error: Exception) -> None:
         if isinstance(error, ConfigError):
