@@ -27,7 +27,7 @@ lint: $(VENV)/installed-lint ## check format, style, types and who imports whom
 	$(BIN)/lint-imports
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .test-cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .test-cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .test-cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

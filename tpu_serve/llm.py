@@ -161,9 +161,8 @@ class LLM:
                             del collectors[output.request_id]
                             core.abort(output.request_id, FinishReason.STOP)
                             bar.update()
-        except (
-            BaseException
-        ):  # an interrupt, say: the step that it cut short cannot be mended, and the next call starts afresh
+        except BaseException:
+            # An interrupt, say: the step that it cut short cannot be mended, so the next call starts afresh.
             core.reset()
             raise
         return [

@@ -167,6 +167,6 @@ def test_an_idle_engine_does_not_spin(start):
     client.submit(request("a"))
     outbox.end_of("a")
     time.sleep(0.05)
-    before = time.thread_time_ns(), time.process_time()
+    before = time.process_time()
     time.sleep(0.3)
-    assert time.process_time() - before[1] < 0.1
+    assert time.process_time() - before < 0.1, "processor time, not a deadline: waiting costs none"

@@ -118,3 +118,10 @@ def test_server_py_is_serve():
     assert "usage: tpu-serve batch" not in done.stdout
     done = subprocess.run([sys.executable, str(ROOT / "server.py"), "--prot"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "tpu-serve: error: unknown flag --prot; did you mean --port?\n")
+
+
+def test_a_model_folder_that_served_model_name_swallowed_is_refused(tmp_path, capsys):
+    assert cli.main(["serve", "--served-model-name", "gpt", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"--served-model-name took the folder {tmp_path} as a name" in error
+    assert f"--model {tmp_path}" in error

@@ -155,9 +155,8 @@ class Frontend:
     def _start(self, requests: list[Request]) -> Generation:
         generation = Generation(self, [Choice(request, self.engine.tokenizer) for request in requests])
         for choice in generation.choices:
-            self.client.submit(
-                choice.request
-            )  # outputs reach this loop later, so the order of these two lines does not matter
+            # Submit first: a dead engine refuses, and leaves no entry. Outputs reach this loop later than the next line.
+            self.client.submit(choice.request)
             self._live[choice.request.id] = (generation, choice, time.monotonic())
         return generation
 
