@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-
-import jax
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tpu_serve.config import ConfigError
 
+if TYPE_CHECKING:
+    import jax
+
 GIB = 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,15 @@ class Chip:
       max_num_seqs: default limit of sequences in a step.
       max_num_batched_tokens: default token budget of a step.
       bucket_growth: ratio between neighbouring token buckets. Programs are few where compiling is the larger cost.
+      vmem_bytes: vector memory of one core, what a kernel's buffers must fit in.
+      smem_bytes: scalar memory of one core.
+      hbm_bytes_per_second: peak rate of device memory.
+      peak_ops: multiply and add operations per second by the type that enters the matrix unit. A type that is absent has no
+        arithmetic of its own on this chip.
+      matrix_unit: rows and columns of the matrix unit.
+      link_bytes_per_second: of one interconnect link, one way.
+      num_links: interconnect links of a chip.
+      devices_per_chip: JAX devices that share the chip's links.
     """
 
     name: str
@@ -31,16 +44,63 @@ class Chip:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     bucket_growth: int = 2
+    vmem_bytes: int = 128 * MIB
+    smem_bytes: int = 1 * MIB
+    hbm_bytes_per_second: float = 0.0
+    peak_ops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    matrix_unit: int = 128
+    link_bytes_per_second: float = 0.0
+    num_links: int = 0
+    devices_per_chip: int = 1
 
     @property
     def is_tpu(self) -> bool:
         return self.name != "cpu"
 
 
-# Memory per JAX device: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm (a tpu7x chip is two devices).
+# Memory and links: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version (a tpu7x chip is two
+# devices). Memory rates, peak operations, VMEM and SMEM: `pltpu.get_tpu_info_for_chip` of JAX 0.10.2, times two cores for v5p.
 TPU_CHIPS = {
     chip.name: chip
-    for chip in (Chip("v5e", 16 * GIB), Chip("v5p", 95 * GIB), Chip("v6e", 32 * GIB), Chip("tpu7x", 96 * GIB))
+    for chip in (
+        Chip(
+            "v5e",
+            16 * GIB,
+            hbm_bytes_per_second=8.2e11,
+            peak_ops={"float32": 4.9e13, "bfloat16": 1.97e14, "int8": 3.94e14},
+            link_bytes_per_second=5e10,
+            num_links=4,
+        ),
+        Chip(
+            "v5p",
+            95 * GIB,
+            vmem_bytes=64 * MIB,
+            hbm_bytes_per_second=2.46e12,
+            peak_ops={"float32": 1.15e14, "bfloat16": 4.59e14, "int8": 9.18e14},
+            link_bytes_per_second=1e11,
+            num_links=6,
+        ),
+        Chip(
+            "v6e",
+            32 * GIB,
+            hbm_bytes_per_second=1.64e12,
+            peak_ops={"float32": 2.3e14, "bfloat16": 9.2e14, "int8": 1.84e15},
+            matrix_unit=256,
+            link_bytes_per_second=1e11,
+            num_links=4,
+        ),
+        Chip(
+            "tpu7x",
+            96 * GIB,
+            vmem_bytes=64 * MIB,
+            hbm_bytes_per_second=3.7e12,
+            peak_ops={"float32": 2.9e14, "bfloat16": 1.155e15, "float8_e4m3fn": 2.3e15},
+            matrix_unit=256,
+            link_bytes_per_second=1e11,
+            num_links=6,
+            devices_per_chip=2,
+        ),
+    )
 }
 # `device_kind` as JAX reports it.
 _KINDS = {
@@ -57,7 +117,12 @@ _KINDS = {
 def cpu_chip() -> Chip:
     """This machine's processor as a chip."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Chip("cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4)
+    # Kernels run on it in simulation, where every type has arithmetic.
+    any_type = dict.fromkeys(("float32", "bfloat16", "int8", "float8_e4m3fn"), 1e11)
+    return Chip(
+        "cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4,
+        hbm_bytes_per_second=2e10, peak_ops=any_type,
+    )  # fmt: skip
 
 
 def chip_of(device: jax.Device) -> Chip:

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 
 from tpu_serve.config import ConfigError
 from tpu_serve.device.batch import pytree
+from tpu_serve.device.experts import ExpertWeights
+
+
+__all__ = ["ExpertWeights", "MoEConfig", "Routing", "route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class MoEConfig:
       num_experts, top_k: experts in all, and per token.
       hidden, intermediate: sizes of a token and of an expert's inner layer.
       renormalise: divide the chosen weights by their sum.
+      has_scales: the experts' weights are quantised.
+      has_biases: the experts' projections add a bias.
     """
 
     num_experts: int
@@ -26,6 +32,8 @@ class MoEConfig:
     hidden: int
     intermediate: int
     renormalise: bool
+    has_scales: bool = False
+    has_biases: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -41,15 +49,6 @@ class Routing:
 
     weights: jax.Array
     expert_ids: jax.Array
-
-
-@pytree
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """Canonical layout: gate and up projections [E, 2, H, I], down projection [E, I, H]."""
-
-    gate_up: jax.Array
-    down: jax.Array
 
 
 def route(x: jax.Array, router: jax.Array, config: MoEConfig, is_token: jax.Array) -> Routing:

@@ -1,0 +1,132 @@
+"""Which problems and configs the kernel runs on a chip, and why not the others. Plain Python."""
+
+from __future__ import annotations
+
+from tpu_serve.device.chip import MIB, Chip
+from tpu_serve.kernels.fused_moe_v2 import buffers
+from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, MODES, Config
+from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, ceil_div, malformed
+
+VMEM_SHARE = 0.92
+"""Of the chip's VMEM; the rest is left to the compiler."""
+
+MAX_MODE_D_TOKENS = 1024
+"""Beyond this the products of mode D no longer hide behind any chip's weight reads, and its unrolled code grows large."""
+
+SMEM_SHARE = 0.9
+# The compiler refuses single VMEM buffers whose slices cannot be addressed; none of ours comes near.
+
+
+def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole") -> int:
+    """Bytes of VMEM that the kernel takes: its buffers, and the values of one product that do not fit in registers."""
+    p = problem
+    tree = buffers.mode_d(p, config) if config.mode == "D" else buffers.mode_g(p, config, stage)
+    rows = p.group_tokens if config.mode == "D" else config.tile_rows
+    rows = buffers.round_up(rows, buffers.ROW_MULTIPLE)
+    values = rows * (4 * config.tile_columns + 2 * p.padded_hidden) * 4
+    return sum(buffer.num_bytes for _, buffer in buffers.leaves(tree)) + values + MIB
+
+
+def smem_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of SMEM: tables that are there for the whole call, and windows."""
+    p = problem
+    if config.mode == "D":
+        return 4 * (p.local_experts + 1)
+    visits = max_visits(p, config)
+    runs = p.local_experts * config.rounds * p.num_devices
+    words = 7 * visits + 4 * runs + 3 + config.rounds
+    if config.dispatch == "dedup_push":
+        words += 2 * p.num_devices * (ceil_div(p.local_tokens, 2) + 1)
+    if p.dispatch_type in ROW_LIMITS:
+        words += p.group_tokens
+    windows = 2 * p.num_devices * buffers.window_rows(config) * LANES
+    return 4 * (words + windows * (2 if p.scale_on_input else 1))
+
+
+def max_rows(problem: Problem) -> int:
+    """Most rows that a device's experts can receive."""
+    return problem.group_tokens * min(problem.top_k, problem.local_experts)
+
+
+def max_visits(problem: Problem, config: Config) -> int:
+    return max_rows(problem) // config.block_rows + problem.local_experts * config.rounds
+
+
+def supports(problem: Problem, chip: Chip) -> str | None:
+    """Why no config could run this problem on this chip, or None. Whether the tiles of one fit is `check`'s question."""
+    p = problem
+    if (reason := malformed(p)) is not None:
+        return reason
+    weights = p.weights
+    needed = {"products in": weights.activation}
+    for where, dtype in needed.items():
+        if dtype not in chip.peak_ops:
+            return (
+                f"format {p.format} has {where} {dtype}, which {chip.name} has no arithmetic for "
+                f"(it has {', '.join(chip.peak_ops)})"
+            )
+    if weights.weight == "float4_e2m1fn" and chip.name not in ("tpu7x", "cpu"):
+        return f"format {p.format} stores float4_e2m1fn, a type that {chip.name} does not have"
+    if weights.activation == "bfloat16" and p.dtype == "float32":
+        return f"format {p.format} would round float32 tokens to bfloat16; use bfloat16 tokens"
+    return None
+
+
+def check(problem: Problem, config: Config, chip: Chip, stage: buffers.Stage = "whole") -> str | None:
+    """Why this config cannot run this problem on this chip, or None."""
+    return supports(problem, chip) or _unfit(problem, config) or _too_big(problem, config, chip, stage)
+
+
+def _unfit(p: Problem, c: Config) -> str | None:
+    if c.mode not in MODES:
+        return f"mode {c.mode!r} is unknown; known are {', '.join(MODES)}"
+    if c.tile_columns < 1 or c.tile_columns % LANES or p.padded_intermediate % c.tile_columns:
+        return f"tile_columns {c.tile_columns} must be a multiple of {LANES} that divides {p.padded_intermediate}"
+    block = p.weights.block
+    if block and c.tile_columns % block and block % c.tile_columns and c.tile_columns != p.padded_intermediate:
+        return f"tile_columns {c.tile_columns} and scale blocks of {block} rows must divide one another"
+    if c.ring_slots < 2:
+        return f"ring_slots must be at least 2, got {c.ring_slots}"
+    if c.mode == "D":
+        if p.group_tokens > MAX_MODE_D_TOKENS:
+            return f"mode D is for at most {MAX_MODE_D_TOKENS} tokens, not {p.group_tokens}"
+        if p.scale_on_input and (p.gate_up_bias or p.down_bias):
+            return "mode D takes a weight of 0 for not routed, which is not the same for biased experts that scale their input"
+        return None
+    return _unfit_g(p, c)
+
+
+def _unfit_g(p: Problem, c: Config) -> str | None:
+    if c.dispatch not in DISPATCHES:
+        return f"dispatch {c.dispatch!r} is unknown; known are {', '.join(DISPATCHES)}"
+    if c.combine not in COMBINES:
+        return f"combine {c.combine!r} is unknown; known are {', '.join(COMBINES)}"
+    if c.tile_rows < 1 or c.tile_rows % 32:
+        return f"tile_rows {c.tile_rows} must be a multiple of 32"
+    if c.block_rows < 1 or c.block_rows % c.tile_rows:
+        return f"block_rows {c.block_rows} must be a multiple of tile_rows {c.tile_rows}"
+    if c.combine_tokens < 1 or c.combine_tokens % 16:
+        return f"combine_tokens {c.combine_tokens} must be a multiple of 16"
+    if not 1 <= c.rounds <= p.num_devices:
+        return f"rounds {c.rounds} must lie between 1 and the {p.num_devices} devices"
+    if c.dispatch == "xla_ag" and c.rounds > 1:
+        return "rounds need a dispatch that pushes: xla_ag has all tokens before the kernel begins"
+    if c.dispatch != "xla_ag" and not p.sequence_parallel:
+        return f"dispatch {c.dispatch} needs sequence parallelism: otherwise every device has all tokens already"
+    if c.combine == "rs" and p.combine_type in ROW_LIMITS:
+        return f"combine rs sums on the way and cannot carry {p.combine_type}: a row's scale is its sender's"
+    return None
+
+
+def _too_big(p: Problem, c: Config, chip: Chip, stage: buffers.Stage) -> str | None:
+    needed, had = vmem_bytes(p, c, stage), int(chip.vmem_bytes * VMEM_SHARE)
+    if needed > had:
+        return (
+            f"mode {c.mode} with tile_columns {c.tile_columns}, ring_slots {c.ring_slots}, block_rows {c.block_rows} needs "
+            f"{needed / MIB:.1f} MiB of VMEM; {chip.name} has {had / MIB:.1f} MiB for it"
+        )
+    needed, had = smem_bytes(p, c), int(chip.smem_bytes * SMEM_SHARE)
+    if needed > had:
+        return f"the tables need {needed / 1024:.0f} KiB of SMEM; {chip.name} has {had / 1024:.0f} KiB for them"
+    return None
