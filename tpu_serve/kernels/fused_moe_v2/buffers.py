@@ -95,6 +95,17 @@ def _activation_scale(problem: Problem, rows: int) -> Buffer:
     return Buffer((rows, columns))
 
 
+def _hidden(problem: Problem, config: Config, rows: int) -> Buffer:
+    """Values between the two products: already in the type of the second one, unless they are quantised once the tile is complete."""
+    return Buffer((rows, config.tile_columns), F32 if problem.weights.quantises_rows else problem.weights.activation)
+
+
+def mode_d_tile_rows(problem: Problem) -> int:
+    """Rows of one product: as many as keep the sums of a panel in registers."""
+    rows = round_up(problem.group_tokens, ROW_MULTIPLE)
+    return next(size for size in (128, 96, 64, 32) if rows % size == 0)
+
+
 def mode_d(problem: Problem, config: Config) -> dict[str, Any]:
     p = problem
     rows = round_up(p.group_tokens, ROW_MULTIPLE)
@@ -103,6 +114,7 @@ def mode_d(problem: Problem, config: Config) -> dict[str, Any]:
         "ring": ring(p, config),
         "rows": Buffer((p.group_tokens, *lanes), p.dispatch_type),
         "activations": Buffer((rows, p.padded_hidden), p.weights.activation),
+        "hidden": _hidden(p, config, mode_d_tile_rows(p)),
         "sum": Buffer((rows, p.padded_hidden)),
         "partial": Buffer((p.group_tokens, *lanes), p.combine_type),
         "partials": Buffer((p.num_devices, p.local_tokens, *lanes), p.combine_type),
@@ -166,6 +178,8 @@ def mode_g(problem: Problem, config: Config, stage: Stage = "whole") -> dict[str
             group["rounds_here"] = Buffer((1,), "int32", "smem")
     if stage != "whole":
         group["inner"] = Buffer((2, rows, p.padded_intermediate), p.dtype)
+    if stage == "whole":
+        group["hidden"] = _hidden(p, config, config.tile_rows)
     if stage != "first":
         group["sum"] = Buffer((rows, p.padded_hidden))
         group["done"] = Buffer((2, rows, *lanes), p.combine_type)

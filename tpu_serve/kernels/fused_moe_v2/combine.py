@@ -27,15 +27,17 @@ def _kernel(
     parity = jax.lax.rem(step, 2)
 
     def start(of: Any, slot: Any) -> None:
-        def one(index: Any, _: None) -> None:
-            place = jnp.maximum(of[0, 0, index], 0)  # a choice without a row reads the first one and ignores it
-            for source, target in ((arrived, rows), (arrived_scale, scales)):
-                if source is not None:
-                    pltpu.make_async_copy(
-                        source.at[pl.ds(place, 1)], target.at[slot, pl.ds(index, 1)], semaphores.at[slot]
-                    ).start()
+        def token(index: Any, _: None) -> None:
+            slots = [index * top_k + choice for choice in range(top_k)]
+            # A choice without a row reads the first one and ignores it. All scalar reads come before the first copy; see `unrolled_for`.
+            for at, place in [(at, jnp.maximum(of[0, 0, at], 0)) for at in slots]:
+                for source, target in ((arrived, rows), (arrived_scale, scales)):
+                    if source is not None:
+                        pltpu.make_async_copy(
+                            source.at[pl.ds(place, 1)], target.at[slot, pl.ds(at, 1)], semaphores.at[slot]
+                        ).start()
 
-        jax.lax.fori_loop(0, block * top_k, one, None)
+        jax.lax.fori_loop(0, block, token, None)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -50,14 +52,16 @@ def _kernel(
             pltpu.make_async_copy(target.at[parity], target.at[parity], semaphores.at[parity]).wait()
 
     def token(index: Any, _: None) -> None:
+        first = index * top_k
+        own_rows = rows[parity, pl.ds(first, top_k)].astype(F32)
+        own_scales = None if scales is None else scales[parity, pl.ds(first, top_k)]
         total = jnp.zeros(rows.shape[2:], F32)
         for choice in range(top_k):
-            at = index * top_k + choice
-            row = rows[parity, at].astype(F32) * weights[0, 0, at]
-            if scales is not None:
-                row = row * scales[parity, at]
-            total = total + jnp.where(places[0, 0, at] >= 0, row, 0.0)
-        sums[index] = total
+            row = own_rows[choice] * weights[0, 0, first + choice]
+            if own_scales is not None:
+                row = row * own_scales[choice]
+            total = total + jnp.where(places[0, 0, first + choice] >= 0, row, 0.0)
+        sums[pl.ds(index, 1)] = total[None]
 
     jax.lax.fori_loop(0, block, token, None)
     out[...] = tile.flatten(sums[...], hidden).astype(out.dtype)

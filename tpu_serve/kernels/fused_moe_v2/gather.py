@@ -14,6 +14,25 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem
 from tpu_serve.kernels.fused_moe_v2.tables import VISIT_FIELDS
 
+UNROLL = 8
+"""Rows whose copies are started in one piece of straight code, so that their address arithmetic overlaps."""
+
+
+def unrolled_for(count: Any, read: Any, start: Any) -> None:
+    """start(i, read(i)) for i below count, `UNROLL` of them per turn of the loop, and the rest one by one.
+
+    All reads of a turn come first: the compiler keeps scalar reads and the starts of copies in their order.
+    """
+
+    def several(turn: Any, _: None) -> None:
+        indices = [turn * UNROLL + step for step in range(UNROLL)]
+        for index, value in [(index, read(index)) for index in indices]:
+            start(index, value)
+
+    turns = count // UNROLL
+    jax.lax.fori_loop(0, turns, several, None)
+    jax.lax.fori_loop(turns * UNROLL, count, lambda index, _: start(index, read(index)), None)
+
 
 class Visits:
     """Reads the tables of `tables.kernel_tables` inside the kernel."""
@@ -103,17 +122,19 @@ class Gather:
         def start(device: int, length: Any, row: Any, place: Any) -> None:
             offset = jax.lax.rem(place, LANES)
 
-            def one(index: Any, _: None) -> None:
+            def token(index: Any) -> Any:
                 at = offset + index
-                token = self._scratch["token_window"][parity, device, at // LANES, 0, jax.lax.rem(at, LANES)]
+                return self._scratch["token_window"][parity, device, at // LANES, 0, jax.lax.rem(at, LANES)]
+
+            def one(index: Any, token: Any) -> None:
                 pltpu.make_async_copy(
                     self._rows_in.at[pl.ds(token, 1)],
                     self._scratch["rows"].at[parity, pl.ds(row + index, 1)],
                     self._scratch["row_semaphores"].at[parity],
                 ).start()
-                self._note_factor(parity, device, at, row + index, token)
+                self._note_factor(parity, device, offset + index, row + index, token)
 
-            jax.lax.fori_loop(0, length, one, None)
+            unrolled_for(length, token, one)
 
         self._for_pieces(visit, wait)
         self._for_pieces(visit, start)

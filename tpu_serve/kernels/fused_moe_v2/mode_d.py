@@ -104,43 +104,63 @@ class _Kernel:
     def _step(self, ring: Ring, active: Any, load: Any, num_loads: Any, scratch: dict[str, Any]) -> None:
         ring.wait(load)
         index = jax.lax.rem(load, self.shape.per_expert)
-        self._accumulate(
-            ring.tile(load), self._coefficient(active[load // self.shape.per_expert], scratch), index, scratch
-        )
+        self._accumulate(ring.tile(load), active[load // self.shape.per_expert], index, scratch)
         self._refill(ring, active, load + ring.num_slots, num_loads)
 
-    def _coefficient(self, expert: Any, scratch: dict[str, Any]) -> jax.Array:
-        """Routing weight of each row for this expert, f32[R, 1]; 0 where it is not routed there."""
-        coefficients = scratch["coefficients"][...]
+    def _accumulate(self, part: ExpertWeights, expert: Any, index: Any, scratch: dict[str, Any]) -> None:
+        """Adds what one tile of an expert contributes, some rows at a time."""
+        size = buffers.mode_d_tile_rows(self.problem)
+
+        def one(row_tile: Any, _: None) -> None:
+            rows = pl.ds(pl.multiple_of(row_tile * size, size), size)
+            self._accumulate_rows(rows, part, expert, index, scratch)
+
+        jax.lax.fori_loop(0, scratch["sum"].shape[0] // size, one, None)
+
+    def _coefficient(self, rows: Any, expert: Any, scratch: dict[str, Any]) -> jax.Array:
+        """Routing weight of each row for this expert, f32[M, 1]; 0 where it is not routed there."""
+        coefficients = scratch["coefficients"][rows]
         lane = jax.lax.broadcasted_iota(jnp.int32, coefficients.shape, 1)
         return jnp.sum(jnp.where(lane == expert, coefficients, 0.0), axis=1, keepdims=True)
 
-    def _row_scale(self, scratch: dict[str, Any]) -> jax.Array | None:
+    def _row_scale(self, rows: Any, scratch: dict[str, Any]) -> jax.Array | None:
         if "activation_scale" in scratch:
-            return scratch["activation_scale"][...]
-        return scratch["row_scale"][...] if self.problem.weights.quantises_rows else None
+            return scratch["activation_scale"][rows]
+        return scratch["row_scale"][rows] if self.problem.weights.quantises_rows else None
 
-    def _accumulate(self, part: ExpertWeights, coefficient: jax.Array, index: Any, scratch: dict[str, Any]) -> None:
-        """Adds what one tile of an expert contributes. Rows that are not routed there contribute zero, whatever they hold."""
+    def _accumulate_rows(
+        self, rows: Any, part: ExpertWeights, expert: Any, index: Any, scratch: dict[str, Any]
+    ) -> None:
+        """Rows that are not routed to the expert contribute zero, whatever they hold."""
         p = self.problem
-        factor = coefficient if p.scale_on_input else None
-        rows, row_scale = scratch["activations"][...], self._row_scale(scratch)
-        hidden = tile.inner(rows, row_scale, part, p.weights, p.activation, factor)
+        coefficient = self._coefficient(rows, expert, scratch)
         routed = coefficient != 0
-        done = tile.outer(jnp.where(routed, hidden, 0.0), part, p.weights)
-        if part.down_bias is not None:
-            done = done + jnp.where(index == 0, part.down_bias[...], 0.0)
         share = jnp.where(routed, 1.0, 0.0) if p.scale_on_input else coefficient
-        if p.post_norm is None:
-            scratch["sum"][...] += share * done
-            return
-        expert_sum, norm_weight = scratch["expert_sum"], scratch["norm_weight"]
-        expert_sum[...] = jnp.where(index == 0, done, expert_sum[...] + done)
 
-        @pl.when(index == self.shape.per_expert - 1)
-        def _() -> None:
-            assert p.post_norm is not None
-            scratch["sum"][...] += share * tile.normalise(expert_sum[...], p.post_norm, norm_weight[...], p.hidden)
+        def store(columns: Any, hidden: jax.Array) -> None:
+            scratch["hidden"][:, columns] = jnp.where(routed, hidden, 0.0).astype(scratch["hidden"].dtype)
+
+        def add(columns: Any, done: jax.Array) -> None:
+            if part.down_bias is not None:
+                done = done + jnp.where(index == 0, part.down_bias[:, columns], 0.0)
+            if p.post_norm is None:
+                scratch["sum"][rows, columns] += share * done
+            else:
+                before = scratch["expert_sum"][rows, columns]
+                scratch["expert_sum"][rows, columns] = jnp.where(index == 0, done, before + done)
+
+        activations, row_scale = scratch["activations"].at[rows], self._row_scale(rows, scratch)
+        factor = coefficient if p.scale_on_input else None
+        tile.inner(activations, row_scale, part, p.weights, p.activation, factor, store)
+        values, scale = tile.to_activations(scratch["hidden"][...].astype(F32), p.weights)
+        tile.outer(values, scale, part, p.weights, add)
+        if p.post_norm is not None:
+            norm = p.post_norm
+
+            @pl.when(index == self.shape.per_expert - 1)
+            def _() -> None:
+                done = tile.normalise(scratch["expert_sum"][rows], norm, scratch["norm_weight"][...], p.hidden)
+                scratch["sum"][rows] += share * done
 
     def _reduce(self, out: Any, scratch: dict[str, Any]) -> None:
         """Partial sums to their owners, who add them in order of sender."""

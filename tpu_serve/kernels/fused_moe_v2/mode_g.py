@@ -10,6 +10,7 @@ Letters: G tokens of the group, L x 128 a travelling row, M rows of a visit (`bl
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ class Body:
 
     def _compute(self, visit: Any, visits: Visits, ring: Ring, tables: dict[str, Any], scratch: dict[str, Any]) -> None:
         num_tiles = pl.cdiv(visits.field("num_rows", visit), self.config.tile_rows)
-        self._for_row_tiles(num_tiles, lambda rows: self._prepare_rows(visit, rows, scratch))
+        self._for_static_row_tiles(num_tiles, lambda rows: self._prepare_rows(visit, rows, scratch))
         first_load = visits.field("ordinal", visit) * self.shape.per_expert
 
         def columns(index: Any, _: None) -> None:
@@ -109,6 +110,12 @@ class Body:
             body(pl.ds(pl.multiple_of(index * size, size), size))
 
         jax.lax.fori_loop(0, num_tiles, one, None)
+
+    def _for_static_row_tiles(self, num_tiles: Any, body: Any) -> None:
+        """The same with fixed places: the compiler turns travelling rows into flat ones as it loads them only where it knows the place."""
+        size = self.config.tile_rows
+        for index in range(self.config.block_rows // size):
+            pl.when(index < num_tiles)(functools.partial(body, slice(index * size, (index + 1) * size)))
 
     def _prepare_rows(self, visit: Any, rows: Any, scratch: dict[str, Any]) -> None:
         """A tile of gathered rows in the form in which they enter the products, and their sum cleared."""
@@ -136,20 +143,38 @@ class Body:
         """One tile of rows through one tile of weights."""
         p = self.problem
         parity = jax.lax.rem(visit, 2)
-        columns = pl.ds(pl.multiple_of(index * self.shape.columns, 128), self.shape.columns)
+        first_column = pl.multiple_of(index * self.shape.columns, 128)
         if self.stage == "second":
-            hidden = scratch["inner"][parity, rows, columns].astype(F32)
+            hidden = scratch["inner"][parity, rows, pl.ds(first_column, self.shape.columns)]
         else:
-            scale = scratch["activation_scale"][rows] if "activation_scale" in scratch else None
-            factor = scratch["input_weight"][parity, rows, :1] if "input_weight" in scratch else None
-            hidden = tile.inner(scratch["activations"][rows], scale, part, p.weights, p.activation, factor)
-        if self.stage == "first":
-            scratch["inner"][parity, rows, columns] = hidden.astype(scratch["inner"].dtype)
-            return
-        done = tile.outer(hidden, part, p.weights)
-        if part.down_bias is not None:
-            done = done + jnp.where(index == 0, part.down_bias[...], 0.0)
-        scratch["sum"][rows] += done
+            self._multiply_inner(rows, parity, first_column, part, scratch)
+            if self.stage == "first":
+                return
+            hidden = scratch["hidden"][...]
+        values, scale = tile.to_activations(hidden.astype(F32), p.weights)
+
+        def add(columns: Any, done: jax.Array) -> None:
+            if part.down_bias is not None:
+                done = done + jnp.where(index == 0, part.down_bias[:, columns], 0.0)
+            scratch["sum"][rows, columns] += done
+
+        tile.outer(values, scale, part, p.weights, add)
+
+    def _multiply_inner(
+        self, rows: Any, parity: Any, first_column: Any, part: ExpertWeights, scratch: dict[str, Any]
+    ) -> None:
+        p = self.problem
+        scale = scratch["activation_scale"][rows] if "activation_scale" in scratch else None
+        factor = scratch["input_weight"][parity, rows, :1] if "input_weight" in scratch else None
+
+        def store(columns: Any, hidden: jax.Array) -> None:
+            if self.stage == "first":
+                place = pl.ds(pl.multiple_of(first_column + columns.start, 128), columns.size)
+                scratch["inner"][parity, rows, place] = hidden.astype(scratch["inner"].dtype)
+            else:
+                scratch["hidden"][:, columns] = hidden.astype(scratch["hidden"].dtype)
+
+        tile.inner(scratch["activations"].at[rows], scale, part, p.weights, p.activation, factor, store)
 
     def _finish(self, visit: Any, visits: Visits, delivery: Delivery, scratch: dict[str, Any]) -> None:
         """Finished rows into the delivery buffer, and off."""
@@ -158,7 +183,7 @@ class Body:
             return
         delivery.reuse(visit)
         num_tiles = pl.cdiv(visits.field("num_rows", visit), self.config.tile_rows)
-        self._for_row_tiles(num_tiles, lambda rows: self._encode(visit, rows, scratch))
+        self._for_static_row_tiles(num_tiles, lambda rows: self._encode(visit, rows, scratch))
         delivery.send(visit)
 
     def _encode(self, visit: Any, rows: Any, scratch: dict[str, Any]) -> None:

@@ -52,16 +52,31 @@ def fused_moe_v2(
     _check_arrays(problem, x, expert_ids, weights, norm_weight)
     p = problem
     num_rows = x.shape[0]
-    if not p.sequence_parallel and p.group_tokens > num_rows:
-        missing = ((0, p.group_tokens - num_rows), (0, 0))
-        x, routing_weights = jnp.pad(x, missing), jnp.pad(routing_weights, missing)
-        expert_ids = jnp.pad(expert_ids, missing, constant_values=-1)
-    if p.scale_on_input:
-        expert_ids, routing_weights = merge_duplicates(expert_ids, routing_weights)
-    norm = None if norm_weight is None else jnp.pad(norm_weight, (0, p.padded_hidden - p.hidden))[None]
+    x, expert_ids, routing_weights = normal_form(p, x, expert_ids, routing_weights)
+    norm = None if norm_weight is None else padded_norm(p, norm_weight)
     run = _mode_d if config.mode == "D" else _mode_g
     result = run(problem, config, call, x, expert_ids, routing_weights, weights, norm)
     return result[:num_rows, : p.hidden]
+
+
+def normal_form(
+    p: Problem, x: Any, expert_ids: jax.Array, routing_weights: jax.Array
+) -> tuple[Any, jax.Array, jax.Array]:
+    """As many rows as the devices' shares together, and each expert once per token where its input is scaled. x may be None."""
+    missing = p.group_tokens - len(expert_ids)
+    if not p.sequence_parallel and missing:
+        rows = ((0, missing), (0, 0))
+        x = None if x is None else jnp.pad(x, rows)
+        routing_weights = jnp.pad(routing_weights, rows)
+        expert_ids = jnp.pad(expert_ids, rows, constant_values=-1)
+    if p.scale_on_input:
+        expert_ids, routing_weights = merge_duplicates(expert_ids, routing_weights)
+    return x, expert_ids, routing_weights
+
+
+def padded_norm(p: Problem, norm_weight: jax.Array) -> jax.Array:
+    """f32[1, padded H]; see `tile.normalise`."""
+    return jnp.pad(norm_weight, (0, p.padded_hidden - p.hidden))[None]
 
 
 def _check_arrays(

@@ -106,15 +106,10 @@ def strict(
     form = problem.weights
     group = form.block if form.group_scales else None
 
-    def token(rows: np.ndarray) -> np.ndarray:
-        arrived = rounded(rows, problem.dispatch_type)
-        if problem.dispatch_type == form.activation and group is None:
-            return arrived  # the values that travelled enter the product as they are
-        return rounded(arrived, form.activation, group)
-
     combine = lambda rows: rounded(rows, problem.combine_type)  # noqa: E731
     roundings = _Roundings(
-        token=token,
+        # Rows that travelled in the type of the products have the same values after the second rounding as after the first.
+        token=lambda rows: rounded(rounded(rows, problem.dispatch_type), form.activation, group),
         inner=lambda rows: rounded(rows, form.activation, group or tile_columns),
         expert_row=combine if mode == "G" else _unchanged,
         partial=combine if mode == "D" else _unchanged,

@@ -54,15 +54,17 @@ def sort_slots(problem: Problem, device: Any, expert_ids: jax.Array, weights: ja
     p = problem
     num_experts = p.local_experts * p.num_devices
     ids = jnp.where(expert_ids < 0, num_experts, expert_ids).reshape(-1)
-    order = jnp.argsort(ids, stable=True).astype(I32)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=I32), unique_indices=True)
+    slots = jnp.arange(ids.size, dtype=I32)
+    # Sorts that carry what is wanted along: gathers and scatters of single numbers are several times slower on a TPU.
+    sorted_ids, order, sorted_weights = jax.lax.sort((ids, slots, weights.reshape(-1)), is_stable=True, num_keys=1)
+    _, places = jax.lax.sort((order, slots), num_keys=1)
     counts = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=I32), axis=0, dtype=I32)
-    valid = ids[order] < num_experts
+    valid = sorted_ids < num_experts
     tokens = jnp.where(valid, device * p.local_tokens + order // p.top_k, 0)
     missing = slots_per_device(p) - len(order)
     return Sorted(
         jnp.pad(tokens, (0, missing)),
-        jnp.pad(jnp.where(valid, weights.reshape(-1)[order], 0.0), (0, missing)),
+        jnp.pad(jnp.where(valid, sorted_weights, 0.0), (0, missing)),
         counts,
         places.reshape(expert_ids.shape),
     )
@@ -124,18 +126,25 @@ def _visits(
     index = jnp.arange(limit, dtype=I32)
     virtual = jnp.searchsorted(end, index, side="right", method="compare_all").astype(I32)
     virtual = jnp.minimum(virtual, len(rows) - 1)
-    block = index - (end - blocks)[virtual]
-    first_row = block * block_rows
-    num_rows = jnp.clip(rows[virtual] - first_row, 0, block_rows)
     active = jnp.cumsum(rows > 0, dtype=I32)
+    first_block, num_blocks, all_rows, ordinals = _pick(virtual, end - blocks, blocks, rows, active - 1)
+    block = index - first_block
+    first_row = block * block_rows
+    num_rows = jnp.clip(all_rows - first_row, 0, block_rows)
     if keeps_experts:  # an expert is loaded once, for all its visits
-        ordinal, is_first, is_last = active[virtual] - 1, block == 0, block == blocks[virtual] - 1
+        ordinal, is_first, is_last = ordinals, block == 0, block == num_blocks - 1
         loads = jnp.searchsorted(active, index, side="right", method="compare_all").astype(I32)
     else:  # every visit loads its expert anew
         ordinal, is_first, is_last = index, jnp.ones_like(index), jnp.ones_like(index)
         loads = virtual
     fields = [virtual, first_row, num_rows, ordinal, is_first.astype(I32), is_last.astype(I32)]
     return jnp.stack(fields), jnp.minimum(loads, len(rows) - 1), end[-1], active[-1]
+
+
+def _pick(index: jax.Array, *tables: jax.Array) -> list[jax.Array]:
+    """tables[index], by comparing with every place: see `sort_slots`."""
+    chosen = index[:, None] == jnp.arange(len(tables[0]), dtype=I32)
+    return [jnp.sum(jnp.where(chosen, table, 0), axis=1, dtype=I32) for table in tables]
 
 
 def _arriving(problem: Problem, config: Config, me: Any, everyone: Sorted, here: jax.Array) -> jax.Array:

@@ -6,8 +6,11 @@ Values in, values out: nothing here knows where a buffer lives or when it is fil
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS, Format
@@ -115,37 +118,75 @@ def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Arra
     return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
 
 
+MAX_PANEL = 1024
+"""Columns of one product. Wider ones compile for minutes; narrower ones spend their time waiting for the matrix unit's first results."""
+
+
+def panel_columns(columns: int) -> int:
+    """Width of the panels into which so many columns are cut: the widest that divides them."""
+    return next(width for width in range(min(columns, MAX_PANEL), 0, -LANES) if columns % width == 0)
+
+
+def _for_panels(columns: int, body: Any) -> None:
+    """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make programs that compile for minutes and spill."""
+    width = panel_columns(columns)
+    if width == columns:
+        body(pl.ds(0, width))
+        return
+
+    def one(index: Any, _: None) -> None:
+        body(pl.ds(pl.multiple_of(index * width, width), width))
+
+    jax.lax.fori_loop(0, columns // width, one, None)
+
+
 def inner(
-    rows: jax.Array,
+    rows: Any,
     row_scale: jax.Array | None,
     tile: ExpertWeights,
     weights: Format,
     activation: Activation,
-    factor: jax.Array | None = None,
-) -> jax.Array:
-    """First products and activation, f32[M, F].
+    factor: jax.Array | None,
+    store: Any,
+) -> None:
+    """First products and activation, panel by panel.
 
     Args:
-      tile: arrays or references of one tile: gate_up [2, H, F], scales [2, B1, F], biases [2, 1, F].
+      rows: reference [M, H] in the activations' type; row_scale: its scales.
+      tile: references of one tile: gate_up [2, H, F], scales [2, B1, F], biases [2, 1, F].
       factor: f32[M, 1] that multiplies the expert's input, or None.
+      store: called as store(columns, f32[M, columns]) for each panel of the F columns.
     """
-    halves: list[jax.Array] = []
-    for half in range(2):
-        scale = None if tile.gate_up_scale is None else tile.gate_up_scale[half]
-        one = product(rows, row_scale, tile.gate_up[half], scale, weights)
+
+    def half(index: int, columns: Any) -> jax.Array:
+        scale = None if tile.gate_up_scale is None else tile.gate_up_scale[index, :, columns]
+        one = product(rows[...], row_scale, tile.gate_up[index, :, columns], scale, weights)
         if factor is not None:
             one = one * factor
         if tile.gate_up_bias is not None:
-            one = one + tile.gate_up_bias[half]
-        halves.append(one)
-    return activate(halves[0], halves[1], activation)
+            one = one + tile.gate_up_bias[index, :, columns]
+        return one
+
+    def panel(columns: Any) -> None:
+        store(columns, activate(half(0, columns), half(1, columns), activation))
+
+    _for_panels(tile.gate_up.shape[2], panel)
 
 
-def outer(hidden: jax.Array, tile: ExpertWeights, weights: Format) -> jax.Array:
-    """Second product of one tile, without its bias: hidden f32[M, F] to f32[M, H]. The rows are quantised per tile where the format asks."""
-    rows, row_scale = to_activations(hidden, weights)
-    scale = None if tile.down_scale is None else tile.down_scale[:, 0, :]
-    return product(rows, row_scale, tile.down[...], scale, weights)
+def outer(hidden: jax.Array, row_scale: jax.Array | None, tile: ExpertWeights, weights: Format, add: Any) -> None:
+    """Second product of one tile, without its bias, panel by panel.
+
+    Args:
+      hidden: [M, F] in the activations' type; row_scale: its scales.
+      tile: references of one tile: down [F, H], scale [B2, 1, H].
+      add: called as add(columns, f32[M, columns]) for each panel of the H columns.
+    """
+
+    def panel(columns: Any) -> None:
+        scale = None if tile.down_scale is None else tile.down_scale[:, 0, columns]
+        add(columns, product(hidden, row_scale, tile.down[:, columns], scale, weights))
+
+    _for_panels(tile.down.shape[1], panel)
 
 
 def normalise(rows: jax.Array, norm: PostNorm, weight: jax.Array, hidden: int) -> jax.Array:

@@ -1,0 +1,137 @@
+"""Configs without a table: a sensible one by rule, and all that a tuner may try. Plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from tpu_serve.device.chip import Chip
+from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.legality import check, vmem_bytes
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, item_bytes, round_up
+
+RING_SHARE = 0.55
+"""Of VMEM, for mode D's ring: more would not help once three tiles are on their way."""
+
+PUSH_DISPATCH_TOKENS = {"tpu7x": 1024}
+"""Up to so many tokens, in-kernel pushes beat a gather by XLA; 2048 on other chips."""
+
+
+def mode_d_tokens(problem: Problem, chip: Chip) -> int:
+    """Most tokens for which running all of them through every active expert still hides behind reading its weights.
+
+    About half of the chip's ridge, the rows at which a product takes as long as reading its weights.
+    """
+    half = ridge_rows(problem, chip) / 2
+    return max(size for size in (32, 64, 128, 256) if size <= max(half, 32) * 1.1)
+
+
+def ridge_rows(problem: Problem, chip: Chip) -> float:
+    """Rows of an expert at which its products take as long as reading its weights."""
+    weights = problem.weights
+    return chip.peak_ops[weights.activation] * item_bytes(weights.weight) / 2 / chip.hbm_bytes_per_second
+
+
+def tile_widths(problem: Problem) -> list[int]:
+    """Legal `tile_columns`, widest first; those that fill a 256 wide matrix unit come before the others."""
+    whole = problem.padded_intermediate
+    widths = [width for width in range(whole, 0, -LANES) if whole % width == 0]
+    return sorted(widths, key=lambda width: (width % 256 != 0 and width != whole, -width))
+
+
+def heuristic(problem: Problem, chip: Chip, mode: str | None = None) -> Config:
+    """A config that is legal for the problem on the chip.
+
+    Raises:
+      ValueError: there is none; the message is the reason for the smallest one tried.
+    """
+    if mode is None:
+        mode = "D" if problem.group_tokens <= mode_d_tokens(problem, chip) else "G"
+    reason: str | None = None
+    for config in _mode_d(problem) if mode == "D" else _mode_g(problem, chip):
+        reason = check(problem, config, chip)
+        if reason is None and (config.mode == "G" or _ring_is_modest(problem, config, chip)):
+            return config
+    raise ValueError(reason or "no config was tried")
+
+
+def _ring_is_modest(problem: Problem, config: Config, chip: Chip) -> bool:
+    """Wide tiles only while the ring leaves room; the narrowest is always good."""
+    without_ring = dataclasses.replace(config, ring_slots=0)
+    ring = vmem_bytes(problem, config) - vmem_bytes(problem, without_ring)
+    return ring <= RING_SHARE * chip.vmem_bytes or config.tile_columns == tile_widths(problem)[-1]
+
+
+def _mode_d(problem: Problem) -> Iterator[Config]:
+    for slots in (3, 2):
+        for width in tile_widths(problem):
+            yield Config("D", width, slots)
+
+
+def _mode_g(problem: Problem, chip: Chip) -> Iterator[Config]:
+    """Best first. The rows of an expert decide the tiles; whether experts fit decides if they are kept or read again."""
+    p = problem
+    rows = p.group_tokens * p.top_k / p.num_experts
+    most = round_up(p.group_tokens, 32)
+    tile_rows = 32 if rows <= 16 else 64 if rows <= 64 else 128 if rows < 512 or chip.matrix_unit < 256 else 256
+    tile_rows = min(tile_rows, most)
+    dispatch, combine = exchange(p, chip)
+    base = Config("G", p.padded_intermediate, 2, tile_rows, tile_rows, dispatch, combine)
+    while tile_rows >= 32:
+        expert_blocks = 2 * tile_rows if rows > tile_rows else tile_rows
+        for width in tile_widths(p):  # two whole experts in VMEM: weights are read once
+            slots = 2 * (p.padded_intermediate // width)
+            if slots <= 8:
+                yield dataclasses.replace(
+                    base, tile_columns=width, ring_slots=slots, tile_rows=tile_rows, block_rows=expert_blocks
+                )
+        wanted = round_up(int(min(max(rows, 1), ridge_rows(p, chip))), tile_rows)
+        for block_rows in range(min(wanted, 1024), 0, -tile_rows):
+            for width in tile_widths(p):
+                if width <= max(LANES, p.padded_intermediate // 2):
+                    yield dataclasses.replace(
+                        base, tile_columns=width, ring_slots=3, tile_rows=tile_rows, block_rows=block_rows
+                    )
+        tile_rows //= 2
+
+
+def exchange(problem: Problem, chip: Chip) -> tuple[str, str]:
+    """Dispatch and combine of mode G."""
+    p = problem
+    narrow = item_bytes(p.combine_type) == 1
+    if not p.sequence_parallel or p.num_devices == 1:
+        dispatch = "xla_ag"
+    elif p.num_devices >= 16 or p.top_k * 1.5 <= p.num_devices:
+        dispatch = "dedup_push"
+    elif p.group_tokens <= PUSH_DISPATCH_TOKENS.get(chip.name, 2048):
+        dispatch = "push_ag"
+    else:
+        dispatch = "xla_ag"
+    many = p.group_tokens > 4096 and p.num_devices <= 8 and p.top_k >= p.num_devices
+    return dispatch, "rs" if many and not narrow and p.num_devices > 1 else "push"
+
+
+def candidates(problem: Problem, chip: Chip) -> Iterator[Config]:
+    """Every legal config that a tuner may try, each once."""
+    p = problem
+    dispatches = ("xla_ag", "push_ag", "dedup_push") if p.sequence_parallel and p.num_devices > 1 else ("xla_ag",)
+    combines = ("push", "rs") if p.num_devices > 1 else ("push",)
+    seen: set[Config] = set()
+    for config in _all(p, dispatches, combines):
+        if config not in seen and check(p, config, chip) is None:
+            seen.add(config)
+            yield config
+
+
+def _all(p: Problem, dispatches: tuple[str, ...], combines: tuple[str, ...]) -> Iterator[Config]:
+    for width in tile_widths(p):
+        per_expert = p.padded_intermediate // width
+        for slots in sorted({2, 3, 4, per_expert, per_expert + 1, 2 * per_expert}):
+            if slots < 2:
+                continue
+            yield Config("D", width, slots)
+            for tile_rows in (32, 64, 128, 256):
+                for multiple in (1, 2, 3, 4, 6, 8):
+                    for dispatch in dispatches:
+                        for combine in combines:
+                            yield Config("G", width, slots, tile_rows * multiple, tile_rows, dispatch, combine)
