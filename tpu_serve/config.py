@@ -124,10 +124,12 @@ class CacheOptions:
         "pages of the KV cache; computed from the memory limits when left out",
         aliases=("--num-gpu-blocks-override",),
     )
-    kv_cache_memory_bytes: int | None = option(None, "memory for the KV cache (k, m, g suffixes allowed)")
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory for the KV cache on each device (k, m, g suffixes allowed)"
+    )
     device_memory_utilization: float = option(
         0.9,
-        "share of device memory that weights and KV cache may take",
+        "share of each device's memory that weights and KV cache may take",
         aliases=("--gpu-memory-utilization", "--hbm-utilization", "--mem-fraction-static"),
     )
     enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
@@ -161,6 +163,40 @@ class SchedulerOptions:
     def __post_init__(self) -> None:
         _check_types(self)
         _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How many devices of this host the model is split over."""
+
+    tensor_parallel_size: int = option(
+        1,
+        "devices of this host that the model is split over; on CPU that many are simulated",
+        aliases=("-tp",),
+        metavar="N",
+    )
+    enable_expert_parallel: bool = option(
+        True, "give each device whole experts; nothing else is supported with more than one device"
+    )
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_at_least(self, 1, "tensor_parallel_size")
+        if self.tensor_parallel_size > 1 and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"--no-enable-expert-parallel cannot be used with --tensor-parallel-size {self.tensor_parallel_size}: splitting "
+                f"inside an expert is not supported; leave it out, and each device gets whole experts."
+            )
+
+    @property
+    def num_host_threads(self) -> int:
+        """What NPROC, by which XLA sizes its pools of host threads, must be. Simulated devices wait for each other in such threads, and
+        wait forever where there are too few; a larger number that is set already stays."""
+        given = os.environ.get("NPROC", "")
+        return max(
+            2 * self.tensor_parallel_size + 8,
+            int(given) if given.isdecimal() and given.isascii() else os.cpu_count() or 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -202,6 +238,7 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
 
     @classmethod
@@ -235,6 +272,7 @@ _PARTS: Mapping[str, Any] = {
     "model": ModelOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
+    "parallel": ParallelOptions,
     "compile": CompileOptions,
 }
 

@@ -9,15 +9,14 @@ import pytest
 from cases import FIXTURES, LOGIT_TOLERANCE, MODELS
 
 from tpu_serve.checkpoint.loader import load_params
-from tpu_serve.device.chip import cpu_chip
 from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
 from tpu_serve.device.params import abstract, num_bytes, num_params, random_init
 from tpu_serve.hf_config import read_config
-from tpu_serve.layers.moe.backends import Ragged, choose_backend
+from tpu_serve.layers.moe.backends import Dense, Ragged
 from tpu_serve.models.registry import build_model
 
 BACKENDS = {
-    "dense": choose_backend("dense", None, cpu_chip()),
+    "dense": Dense(),
     "ragged blocks": Ragged(chip_is_tpu=False),
     "ragged_dot": Ragged(chip_is_tpu=True),
 }

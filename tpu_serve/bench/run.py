@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from tpu_serve.bench import decode, prefill
 from tpu_serve.bench.driver import Driver, check_batch, check_context
 from tpu_serve.bench.report import Environment, Report
 from tpu_serve.bench.sweep import Sweep
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.device.devices import take_devices
 from tpu_serve.engine.build import Phase, build_engine
 from tpu_serve.engine.engine import Engine
 from tpu_serve.hf_config import read_config
@@ -76,7 +75,7 @@ def _report(
     return Report(
         benchmark=name,
         settings={**dataclasses.asdict(sweep), **settings, "seed": engine.config.model.seed},
-        environment=Environment.of(jax.devices()[:1]),  # the engine runs on the first device
+        environment=Environment.of(take_devices(engine.config.parallel)),  # those that the engine took
         config=engine.config,
         info=engine.info,
         num_compiles_before=num_compiles_before,

@@ -20,7 +20,13 @@ SIZES = frozenset({"max_model_len", "kv_cache_memory_bytes", "max_request_bytes"
 REPEATED = frozenset({"api_key"})
 """Options that take one value at a time and may be given again; other lists take all their values at once."""
 
-_PART_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling", "compile": "compiled programs"}
+_PART_TITLES = {
+    "model": "model",
+    "cache": "KV cache",
+    "scheduler": "scheduling",
+    "parallel": "several devices",
+    "compile": "compiled programs",
+}
 _POSITIONAL_MODEL = "positional_model"
 
 

@@ -36,6 +36,11 @@ class CacheLayout:
         and back, but integers as they are."""
         return dataclasses.replace(self, as_bits=not chip.is_tpu)
 
+    def on_one_device(self, mesh: Mesh, rules: AxisRules) -> CacheLayout:
+        """The layout of what each device of the mesh holds."""
+        num_shards = mesh.shape[rules["kv_heads"]] if "kv_heads" in rules else 1
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // num_shards)
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page over all layers."""
         return self.num_layers * page_size * 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize

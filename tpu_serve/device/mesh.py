@@ -1,8 +1,8 @@
-"""Devices in a grid, and which logical axis of an array lies along which mesh axis."""
+"""Devices in a row, and which logical axis of an array is split over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -25,6 +25,21 @@ DEFAULT_RULES: AxisRules = {
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """All devices in one row along the model axis."""
     return Mesh(np.asarray(devices), (MODEL_AXIS,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def rules_that_divide(mesh: Mesh, rules: AxisRules, sizes: Iterable[tuple[str | None, int]]) -> AxisRules:
+    """The rules without those of the logical axes that have a size which its mesh axis does not divide.
+
+    Args:
+      sizes: (logical axis, size), of every dimension there is and of whatever else must not be cut through.
+    """
+    uneven = {axis for axis, size in sizes if axis is not None and axis in rules and size % mesh.shape[rules[axis]]}
+    return {axis: name for axis, name in rules.items() if axis not in uneven}
 
 
 def named_sharding(mesh: Mesh, rules: AxisRules, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:

@@ -5,6 +5,7 @@ A model describes its weights as a tree (nested dicts and lists) whose leaves ar
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ class ParamSpec:
       axes: a logical axis name per dimension, None for one that is never split.
       sources: the layouts in which checkpoints hold it, most usual first. The first one that is complete is read.
       scale: standard deviation of the random init; None means ones (norm weights).
+      unpadded: the shape before `padded` filled it up with zeros at the ends; None where it did not.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     sources: tuple[Source, ...] = field(repr=False)
     scale: float | None = 0.02
+    unpadded: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -93,12 +96,50 @@ def map_specs(function: Callable[[str, ParamSpec], Any], specs: Any, path: str =
 
 
 def num_bytes(specs: Any) -> int:
-    """Bytes of all weights over the whole mesh."""
+    """Bytes of all weights, each counted once however many devices hold it."""
     return sum(spec.num_bytes for _, spec in iterate(specs))
+
+
+def num_bytes_per_device(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> int:
+    """Bytes of what each device of the mesh holds: its share of the weights that are split, and all of the others."""
+    shares = (
+        (named_sharding(mesh, rules, spec.axes, spec.shape).shard_shape(spec.shape), spec) for _, spec in iterate(specs)
+    )
+    return sum(math.prod(shape) * jnp.dtype(spec.dtype).itemsize for shape, spec in shares)
 
 
 def num_params(specs: Any) -> int:
     return sum(math.prod(spec.shape) for _, spec in iterate(specs))
+
+
+def padded(specs: Any, axis: str, multiple: int) -> Any:
+    """The same tree with the dimensions of one logical axis filled up with zeros to a multiple.
+
+    Checkpoints do not hold the padding: it is put behind what they give. Random weights are those of the tree without it.
+    """
+
+    def pad(_: str, spec: ParamSpec) -> ParamSpec:
+        widths = [
+            (0, -size % multiple if name == axis else 0) for name, size in zip(spec.axes, spec.shape, strict=True)
+        ]
+        if not any(end for _, end in widths):
+            return spec
+        shape = tuple(size + end for size, (_, end) in zip(spec.shape, widths, strict=True))
+        sources = tuple(
+            dataclasses.replace(one, transform=_then_pad(one.transform, spec.shape, widths)) for one in spec.sources
+        )
+        return dataclasses.replace(spec, shape=shape, sources=sources, unpadded=spec.shape)
+
+    return map_specs(pad, specs)
+
+
+def _then_pad(transform: Transform, shape: tuple[int, ...], widths: list[tuple[int, int]]) -> Transform:
+    def padded_transform(arrays: list[np.ndarray]) -> np.ndarray:
+        array = transform(arrays)
+        # Anything else is handed on as it is: the loader names a shape that does not fit.
+        return np.pad(array, widths) if array.shape == shape else array
+
+    return padded_transform
 
 
 def abstract(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> Any:
@@ -112,7 +153,10 @@ def abstract(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> Any:
 
 
 def random_array(path: str, spec: ParamSpec, seed: int) -> np.ndarray:
-    """Random values that depend only on the seed and the weight's path."""
+    """Random values that depend only on the seed, the weight's path and its shape without padding."""
+    if spec.unpadded is not None:
+        values = random_array(path, dataclasses.replace(spec, shape=spec.unpadded, unpadded=None), seed)
+        return np.pad(values, [(0, size - given) for size, given in zip(spec.shape, spec.unpadded, strict=True)])
     if spec.scale is None:
         return np.ones(spec.shape, spec.dtype)
     generator = np.random.default_rng([seed & (2**63 - 1), zlib.crc32(path.encode())])

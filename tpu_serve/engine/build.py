@@ -15,17 +15,18 @@ from jax.experimental.compilation_cache import compilation_cache
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.config import ConfigError, EngineConfig
-from tpu_serve.device.chip import GIB, Chip, chip_of
-from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
-from tpu_serve.device.params import num_bytes, num_params, random_init
+from tpu_serve.device.chip import GIB
+from tpu_serve.device.devices import take_devices
+from tpu_serve.device.mesh import replicated
+from tpu_serve.device.params import num_params, random_init
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan, make_plan
 from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
 from tpu_serve.layers.attention import pages_per_block
 from tpu_serve.layers.moe.backends import choose_backend
-from tpu_serve.models.base import Model
 from tpu_serve.models.registry import build_model
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import num_cache_hits
@@ -59,12 +60,11 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         raise ConfigError(f"config.json: quantised checkpoints ({method}) are not supported; use the unquantised one.")
     model = build_model(hf_config)
     dtype = _dtype(config, hf_config)
-    device = jax.devices()[0]
-    chip, mesh = chip_of(device), make_mesh([device])
     specs = model.param_specs(dtype)
-    cache_layout = model.cache_layout(dtype).for_chip(chip)
-    plan = make_plan(config, model.max_position, num_bytes(specs), cache_layout, chip)
-    experts = choose_backend(config.model.moe_backend, model.moe, chip)
+    placement = Placement.over(take_devices(config.parallel), specs, model.cache_layout(dtype))
+    chip, mesh, rules = placement.chip, placement.mesh, placement.rules
+    plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
+    experts = choose_backend(config.model.moe_backend, model.moe, chip, mesh)
     on_phase("tokenizer", 0.0)
     tokenizer = _tokenizer(config, folder)
     info = ModelInfo(
@@ -78,14 +78,14 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         max_num_queued=plan.max_num_queued,
     )
 
-    _report(model, hf_config, plan, chip, dtype, specs)
+    _report(info, plan, placement, dtype)
 
     on_phase("weights", 0.0)
     if dummy:
-        params = random_init(specs, mesh, DEFAULT_RULES, config.model.seed)
+        params = random_init(placement.specs, mesh, rules, config.model.seed)
     else:
         params = load_params(
-            specs, folder, mesh, DEFAULT_RULES, ignore=(*model.ignored_weights, *_cut_layers(folder, hf_config)),
+            placement.specs, folder, mesh, rules, ignore=(*model.ignored_weights, *_cut_layers(folder, hf_config)),
             progress=lambda done, total: on_phase("weights", done / max(1, total)),
         )  # fmt: skip
     on_phase("compile", 0.0)
@@ -97,8 +97,8 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     state = DeviceState(
-        cache_layout.allocate(plan.num_pages, plan.page_size, mesh, DEFAULT_RULES),
-        jnp.zeros(scheduler.num_slots, jnp.int32, device=device),
+        placement.cache_layout.allocate(plan.num_pages, plan.page_size, mesh, rules),
+        jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
     runner = ModelRunner(model, params, state, experts, layouts, min(tokenizer.vocab_size, model.vocab_size))
@@ -178,14 +178,17 @@ def _default_params(folder: Path) -> dict[str, Any]:
     return given
 
 
-def _report(model: Model, hf_config: HFConfig, plan: EnginePlan, chip: Chip, dtype: Any, specs: Any) -> None:
+def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any) -> None:
+    count, name = placement.mesh.size, placement.chip.name
     logger.info(
         "%s: %.1fM parameters, %.3f GiB of weights in %s on %s",
-        hf_config.architecture, num_params(specs) / 1e6, num_bytes(specs) / GIB, dtype.name, chip.name,
+        info.architecture, info.num_params / 1e6, placement.param_bytes / GIB, dtype.name,
+        name if count == 1 else f"each of {count} {name} devices",
     )  # fmt: skip
     cache_tokens = (plan.num_pages - 1) * plan.page_size
+    cache_bytes = plan.num_pages * placement.cache_on_one_device.page_bytes(plan.page_size)
     logger.info(
-        "KV cache size: %d tokens in pages of %d (%.3f GiB). Maximum concurrency for %d tokens per request: %.1fx",
-        cache_tokens, plan.page_size, plan.num_pages * model.cache_layout(dtype).page_bytes(plan.page_size) / GIB,
-        plan.max_model_len, cache_tokens / plan.max_model_len,
+        "KV cache size: %d tokens in pages of %d (%.3f GiB%s). Maximum concurrency for %d tokens per request: %.1fx",
+        cache_tokens, plan.page_size, cache_bytes / GIB, "" if count == 1 else " on each device", plan.max_model_len,
+        cache_tokens / plan.max_model_len,
     )  # fmt: skip

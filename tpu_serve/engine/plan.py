@@ -46,9 +46,9 @@ def make_plan(
     Args:
       config: options.
       model_max_len: longest sequence that the model was made for.
-      param_bytes: weights on the device.
-      layout: of the KV cache.
-      chip: the device.
+      param_bytes: weights on each device.
+      layout: of what each device holds of the KV cache.
+      chip: each of the devices.
 
     Raises:
       ConfigError: something does not fit; the message has the number and the flag.
@@ -99,8 +99,8 @@ def _num_pages(
     usable = int(chip.memory_bytes * cache.device_memory_utilization)
     if param_bytes > usable:
         raise ConfigError(
-            f"The weights need {param_bytes / GIB:.2f} GiB; the device has {chip.memory_bytes / GIB:.2f} GiB, of which "
-            f"--device-memory-utilization {cache.device_memory_utilization} leaves {usable / GIB:.2f} GiB."
+            f"The weights need {param_bytes / GIB:.2f} GiB on each device; it has {chip.memory_bytes / GIB:.2f} GiB, of which "
+            f"--device-memory-utilization {cache.device_memory_utilization} leaves {usable / GIB:.2f} GiB.{_more_devices(chip)}"
         )
     if cache.num_pages:
         num_pages, origin = cache.num_pages, f"--num-pages {cache.num_pages}"
@@ -117,7 +117,7 @@ def _num_pages(
     if num_pages * page_bytes > usable - param_bytes:
         raise ConfigError(
             f"A KV cache of {num_pages} pages needs {num_pages * page_bytes / GIB:.2f} GiB ({origin}); beside the weights "
-            f"{(usable - param_bytes) / GIB:.2f} GiB are free. Lower it, or raise --device-memory-utilization."
+            f"{(usable - param_bytes) / GIB:.2f} GiB are free. Lower it, or raise --device-memory-utilization.{_more_devices(chip)}"
         )
     if num_pages - 1 < per_sequence:
         fits = (num_pages - 1) * page_size
@@ -127,3 +127,7 @@ def _num_pages(
             f"({(per_sequence + 1) * page_bytes / GIB:.3f} GiB); {origin} gives {num_pages}. {advice}."
         )
     return num_pages
+
+
+def _more_devices(chip: Chip) -> str:
+    return " On more devices (--tensor-parallel-size) each holds less." if chip.is_tpu else ""

@@ -82,7 +82,7 @@ class ModelRunner:
     Args:
       model: sizes and functions.
       params: weights on the device.
-      state: fresh device state; owned by the runner from now on.
+      state: fresh device state; owned by the runner from now on. Where several devices share the work, each holds all of `last_token`.
       experts: the mixture-of-experts backend.
       layouts: one per token bucket, in rising order.
       num_valid_ids: token ids from here on are never sampled.
@@ -101,6 +101,7 @@ class ModelRunner:
         self._state_shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state
         )
+        everywhere = state.last_token.sharding
         self._layouts = {layout.num_tokens: layout for layout in layouts}
         self._buckets = sorted(self._layouts)
         self._programs: dict[int, Any] = {}
@@ -110,6 +111,8 @@ class ModelRunner:
                     model, experts, layout, num_valid_ids, params, state, packed
                 ),
                 donate_argnums=(1,),
+                # State stays where it lies, or the next step could not take it; samples go where the host can read them whole.
+                out_shardings=(jax.tree.map(lambda x: x.sharding, self._state), everywhere),
             )
             for size, layout in self._layouts.items()
         }
@@ -126,7 +129,8 @@ class ModelRunner:
         )
 
         def build(size: int) -> Any:
-            packed = jax.ShapeDtypeStruct((self._layouts[size].size,), jnp.int32)
+            everywhere = self._state_shapes.last_token.sharding
+            packed = jax.ShapeDtypeStruct((self._layouts[size].size,), jnp.int32, sharding=everywhere)
             return self._step[size].lower(*shapes, packed).compile()
 
         with ThreadPoolExecutor(COMPILE_THREADS) as pool:

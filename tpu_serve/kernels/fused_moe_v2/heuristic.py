@@ -18,12 +18,14 @@ PUSH_DISPATCH_TOKENS = {"tpu7x": 1024}
 
 
 def mode_d_tokens(problem: Problem, chip: Chip) -> int:
-    """Most tokens for which running all of them through every active expert still hides behind reading its weights.
+    """Most tokens for which running all of them through every active expert is worth it: about as many as the chip's ridge.
 
-    About half of the chip's ridge, the rows at which a product takes as long as reading its weights.
+    Up to there the products hide behind reading the weights, and nothing has to be sorted, gathered or sent by row.
     """
-    half = ridge_rows(problem, chip) / 2
-    return max(size for size in (32, 64, 128, 256) if size <= max(half, 32) * 1.1)
+    ridge = 1.1 * ridge_rows(problem, chip)
+    # Widening a tile takes longer than its products with few rows.
+    most = 128 if problem.weights.widens else 256
+    return max((size for size in (32, 64, 128, 256) if size <= min(ridge, most)), default=32)
 
 
 def ridge_rows(problem: Problem, chip: Chip) -> float:

@@ -1,19 +1,24 @@
 """Implementations of the expert computation behind one protocol.
 
 Every backend computes `sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t))` with e = expert_ids[t, k], and nothing for id -1.
+A backend is called with whole arrays, whatever devices they lie on. Those for one device are called so by `ExpertParallel`, once on each
+device of a mesh with that device's experts.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import Chip
+from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
 logger = logging.getLogger(__name__)
@@ -32,27 +37,45 @@ class ExpertBackend(Protocol):
         """[T, H] -> [T, H] in the type of x."""
 
 
+class OneDevice(ABC):
+    """A backend that knows of one device only, and of unquantised weights without biases."""
+
+    name: str
+
+    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
+        if config.has_scales:
+            return f"{self.name} computes with unquantised experts only."
+        if config.has_biases:
+            return f"{self.name} adds no biases, which this model's experts have."
+        return None
+
+    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        """[T, H] -> [T, H] in the type of x."""
+        return self.weighted_sum(x, routing, weights).astype(x.dtype)
+
+    @abstractmethod
+    def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        """[T, H] -> f32[T, H]: the sum as it was added up, before it is rounded to the type of x."""
+
+
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
-class Dense:
+class Dense(OneDevice):
     """Every expert on every token: the oracle. Costs num_experts / top_k times the work that is needed."""
 
     name: str = "dense"
 
-    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
-        return None
-
-    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         num_experts = len(weights.gate_up)
         chosen = routing.expert_ids[..., None] == jnp.arange(num_experts)  # [T, K, E]; id -1 matches none
         share = jnp.sum(jnp.where(chosen, routing.weights[..., None], 0.0), axis=1)
         gate_up = jnp.einsum("th,ezhi->tezi", x, weights.gate_up)
         inner = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
         out = jnp.einsum("tei,eih->teh", inner, weights.down)
-        return jnp.einsum("teh,te->th", out.astype(jnp.float32), share).astype(x.dtype)
+        return jnp.einsum("teh,te->th", out.astype(jnp.float32), share)
 
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
-class Ragged:
+class Ragged(OneDevice):
     """Sort the assignments by expert, then one grouped product per projection.
 
     On TPU the grouped product is `jax.lax.ragged_dot`. On CPU, where XLA expands that into a product with every expert, each expert's rows are
@@ -62,10 +85,7 @@ class Ragged:
     chip_is_tpu: bool
     name: str = "ragged"
 
-    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
-        return None
-
-    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         return (_ragged_dot if self.chip_is_tpu else _row_blocks)(x, routing, weights)
 
 
@@ -82,10 +102,10 @@ def _sort_by_expert(expert_ids: jax.Array, num_experts: int) -> tuple[jax.Array,
     return order.astype(jnp.int32), rank.astype(jnp.int32), counts
 
 
-def _combine(rows: jax.Array, routing: Routing, dtype: jnp.dtype) -> jax.Array:
-    """Weighted sum over k of rows [T, K, H], in float32. Rows without an expert may hold anything."""
+def _combine(rows: jax.Array, routing: Routing) -> jax.Array:
+    """Weighted sum over k of rows [T, K, H], f32[T, H]. Rows without an expert may hold anything."""
     valid = (routing.expert_ids >= 0)[..., None]
-    return jnp.sum(jnp.where(valid, rows.astype(jnp.float32) * routing.weights[..., None], 0.0), axis=1).astype(dtype)
+    return jnp.sum(jnp.where(valid, rows.astype(jnp.float32) * routing.weights[..., None], 0.0), axis=1)
 
 
 def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
@@ -104,7 +124,7 @@ def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     both = jax.lax.ragged_dot(x[token], matrices, jnp.repeat(counts, 2), preferred_element_type=jnp.float32)
     product = (jax.nn.silu(both[gate_row]) * both[up_row]).astype(x.dtype)
     out = jax.lax.ragged_dot(product, weights.down, counts, preferred_element_type=jnp.float32)
-    return _combine(out[rank].reshape(len(x), top_k, hidden), routing, x.dtype)
+    return _combine(out[rank].reshape(len(x), top_k, hidden), routing)
 
 
 def _block_rows(num_assignments: int, num_experts: int) -> int:
@@ -138,17 +158,21 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
         return jax.lax.dynamic_update_slice_in_dim(out, done, block * size, axis=0)
 
     out = jax.lax.fori_loop(0, blocks_end[-1], body, jnp.zeros_like(buffer))
-    return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing, x.dtype)
+    return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def choose_backend(name: str, config: MoEConfig, chip: Chip) -> ExpertBackend:
+def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh | None = None) -> ExpertBackend:
     """The backend of this name; "auto" takes the fastest one that supports the layer, and the log says which and why.
+
+    Args:
+      mesh: the devices that the experts are split over; a backend for one device then runs on each of them. None for a single device.
 
     Raises:
       ConfigError: the named backend does not support the layer, with its reason.
     """
-    known: dict[str, ExpertBackend] = {"ragged": Ragged(chip.is_tpu), "dense": Dense()}
-    for backend in known.values() if name == "auto" else [known[name]]:
+    known: dict[str, OneDevice] = {"ragged": Ragged(chip.is_tpu), "dense": Dense()}
+    for local in known.values() if name == "auto" else [known[name]]:
+        backend: ExpertBackend = local if mesh is None or mesh.size == 1 else ExpertParallel(local, mesh)
         reason = backend.supports(config, chip)
         if reason is None:
             logger.info(

@@ -11,7 +11,6 @@ from tpu_serve.config import ConfigError
 from tpu_serve.device.batch import pytree
 from tpu_serve.device.experts import ExpertWeights
 
-
 __all__ = ["ExpertWeights", "MoEConfig", "Routing", "route"]
 
 

@@ -1,0 +1,104 @@
+"""An engine on several devices, experts split over them, says what an engine on one device says."""
+
+import jax
+import numpy as np
+import pytest
+from cases import FIXTURES
+
+from tpu_serve import LLM, ConfigError, SamplingParams
+from tpu_serve.engine import build
+
+# A budget far below the prompts and fewer pages than the answers need together: chunks and preemptions are part of every run.
+COMMON = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "page_size": 8,
+    "max_model_len": 256,
+    "token_buckets": (16,),
+    "max_num_batched_tokens": 16,
+    "num_pages": 34,
+    "enable_prefix_caching": False,
+}
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 6}
+# Some devices get experts that no token goes to, or only such. Both models have 2 KV heads: more devices copy attention.
+CASES = [
+    ("qwen3_moe", "ragged", 2),
+    ("qwen3_moe", "ragged", 3),
+    ("qwen3_moe", "dense", 3),
+    ("qwen3_moe", "ragged", 8),
+    ("mixtral", "dense", 2),
+    ("mixtral", "ragged", 3),
+    ("mixtral", "dense", 8),
+]
+
+
+def engine(name, num_devices=1, **options):
+    return LLM(str(FIXTURES / name), tensor_parallel_size=num_devices, **COMMON, **options)
+
+
+@pytest.mark.parametrize(("name", "backend", "num_devices"), CASES)
+def test_greedy_answers_are_those_of_one_device(name, backend, num_devices):
+    golden = np.load(FIXTURES / name / "golden.npz")
+    llm = engine(name, num_devices, moe_backend=backend)
+    runner, before = llm.engine.core.runner, llm.engine.core.runner.compile_count
+    prompts = [golden[f"prompt_{i}"].tolist() for i in range(3)]
+    outputs = llm.generate(prompts * 2, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    for index, output in enumerate(outputs):
+        assert list(output.outputs[0].token_ids) == golden[f"greedy_{index % 3}"].tolist()
+    assert llm.engine.core.scheduler.stats.num_preemptions > 0
+    assert runner.compile_count == before
+    weights = runner.params["layers"][0]["experts"]["gate_up"]
+    assert len(weights.sharding.device_set) == num_devices
+    assert len(weights.addressable_shards[0].data) == -(-NUM_EXPERTS[name] // num_devices)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same model on one device and on two."""
+    return engine("qwen3_moe"), engine("qwen3_moe", 2)
+
+
+def test_seeds_and_logprobs_are_those_of_one_device(pair):
+    prompts = [[7, 8, 9], list(range(40, 75)), [300]]
+    params = SamplingParams(temperature=1.2, top_k=40, top_p=0.95, max_tokens=16, seed=3, logprobs=4, ignore_eos=True)
+    one, two = (llm.generate(prompts, params) for llm in pair)
+    for first, second in zip(one, two, strict=True):
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        for mine, other in zip(first.outputs[0].logprobs, second.outputs[0].logprobs, strict=True):
+            assert [token for token, _ in mine.top] == [token for token, _ in other.top]
+            np.testing.assert_allclose(mine.logprob, other.logprob, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step_writes_into_the_cache_where_it_lies(pair, which):
+    llm = pair[which]
+    state = llm.engine.core.runner._state
+
+    def places():
+        state = llm.engine.core.runner._state
+        return [shard.data.unsafe_buffer_pointer() for shard in state.caches[0].addressable_shards]
+
+    before, sharding = places(), state.caches[0].sharding
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    assert llm.engine.core.runner._state.caches[0].sharding == sharding
+    assert places() == before
+    assert len(set(before)) == which + 1
+
+
+def test_what_the_devices_divide_is_split(pair):
+    runner = pair[1].engine.core.runner
+    split = {
+        "embedding": runner.params["embedding"],
+        "queries": runner.params["layers"][0]["attention"]["q_proj"],
+        "keys": runner.params["layers"][0]["attention"]["k_proj"],
+        "cache": runner._state.caches[0],
+    }
+    for name, array in split.items():
+        assert 2 * array.addressable_shards[0].data.size == array.size, name
+
+
+def test_more_devices_than_there_are_is_refused_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr(build, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    count = len(jax.devices()) + 1
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {count} is more than the {count - 1} cpu devices"):
+        engine("qwen3_moe", count)

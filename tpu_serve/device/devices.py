@@ -1,0 +1,52 @@
+"""The devices that an engine runs on: those of this host, or as many simulated ones as a CPU is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import jax
+
+from tpu_serve.config import ConfigError, ParallelOptions
+
+
+def take_devices(options: ParallelOptions) -> list[jax.Device]:
+    """The first `tensor_parallel_size` devices of this host.
+
+    Where more than one is wanted and jax has not been used in this process, a CPU is made to show itself as that many devices.
+
+    Raises:
+      ConfigError: there are fewer devices; the message has both numbers.
+    """
+    if options.tensor_parallel_size > 1:
+        _prepare_simulation(options)
+    return first_devices(jax.local_devices(), options)
+
+
+def _prepare_simulation(options: ParallelOptions) -> None:
+    """Asks for CPU devices and for threads enough to run them. Changes nothing on a TPU host, whose CPU is not asked for its devices."""
+    if jax.config.values["jax_num_cpu_devices"] < options.tensor_parallel_size:
+        with suppress(RuntimeError):  # jax has been used: what devices there are is settled
+            jax.config.update("jax_num_cpu_devices", options.tensor_parallel_size)
+    os.environ["NPROC"] = str(options.num_host_threads)
+
+
+def first_devices(devices: Sequence[jax.Device], options: ParallelOptions) -> list[jax.Device]:
+    """The first `tensor_parallel_size` of some devices.
+
+    Raises:
+      ConfigError: there are fewer; the message has both numbers.
+    """
+    wanted, platform = options.tensor_parallel_size, devices[0].platform
+    if wanted <= len(devices):
+        return list(devices[:wanted])
+    message = (
+        f"--tensor-parallel-size {wanted} is more than the {len(devices)} {platform} devices that this process has."
+    )
+    if platform == "cpu":
+        message += (
+            f" More could be simulated, but jax was used here before: set JAX_NUM_CPU_DEVICES={wanted} and "
+            f"NPROC={options.num_host_threads} in the environment before the process starts."
+        )
+    raise ConfigError(message)

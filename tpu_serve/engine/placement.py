@@ -1,0 +1,78 @@
+"""Which devices the model lies on, and how: whole on one, or split over several."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tpu_serve.device.chip import Chip, chip_of
+from tpu_serve.device.kv_cache import CacheLayout
+from tpu_serve.device.mesh import DEFAULT_RULES, AxisRules, make_mesh, rules_that_divide
+from tpu_serve.device.params import iterate, num_bytes_per_device, padded
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where arrays lie.
+
+    Attributes:
+      chip: one of the devices, with the memory that is its own.
+      mesh: the devices.
+      rules: which logical axes are split over them.
+      specs: of the weights, with as many experts as the devices can share out evenly.
+      cache_layout: of the KV cache over all devices.
+    """
+
+    chip: Chip
+    mesh: Mesh
+    rules: AxisRules
+    specs: Any
+    cache_layout: CacheLayout
+
+    @classmethod
+    def over(cls, devices: Sequence[jax.Device], specs: Any, cache_layout: CacheLayout) -> Placement:
+        """Splits what the devices divide evenly and copies the rest to each of them, which the log says.
+
+        Experts are always split: without a token that goes to them, as many as are missing are put behind the model's own.
+
+        Args:
+          devices: all of one kind.
+          specs: the model's weights.
+          cache_layout: of the model.
+
+        Raises:
+          ConfigError: the devices are of a kind that is not supported.
+        """
+        chip, mesh = chip_of(devices[0]), make_mesh(devices)
+        if not chip.is_tpu:  # simulated devices share the host's memory
+            chip = dataclasses.replace(chip, memory_bytes=chip.memory_bytes // len(devices))
+        specs = padded(specs, "experts", len(devices))
+        # A projection's columns are heads times their size; what must stay whole is a KV head with the query heads that read it.
+        heads = [("heads", cache_layout.num_kv_heads), ("kv_heads", cache_layout.num_kv_heads)]
+        sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.shape, strict=True)]
+        rules = rules_that_divide(mesh, DEFAULT_RULES, [*heads, *sizes])
+        if copied := [axis for axis in DEFAULT_RULES if axis not in rules]:
+            logger.info(
+                "Every one of the %d devices holds all of these, which cannot be shared out evenly: %s",
+                len(devices),
+                ", ".join(copied),
+            )
+        return cls(chip, mesh, rules, specs, cache_layout.for_chip(chip))
+
+    @property
+    def param_bytes(self) -> int:
+        """Weights on each device."""
+        return num_bytes_per_device(self.specs, self.mesh, self.rules)
+
+    @property
+    def cache_on_one_device(self) -> CacheLayout:
+        """What each device holds of the KV cache."""
+        return self.cache_layout.on_one_device(self.mesh, self.rules)
