@@ -92,7 +92,9 @@ class ModelOptions:
         {}, "JSON object laid over config.json, for example to cut layers", metavar="JSON"
     )
     moe_backend: str = option(
-        "auto", "which mixture-of-experts implementation runs", choices=("auto", "dense", "ragged")
+        "auto",
+        "which mixture-of-experts implementation runs; 'fused' is the expert-parallel TPU kernel, simulated (slowly) on a CPU",
+        choices=("auto", "dense", "ragged", "fused"),
     )
     seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
 

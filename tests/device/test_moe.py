@@ -7,9 +7,11 @@ import pytest
 
 from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
+from tpu_serve.device.mesh import make_mesh
 from tpu_serve.layers.moe.backends import Dense, Ragged, choose_backend
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing, route
 
+ONE_DEVICE = make_mesh(jax.devices()[:1])
 BACKENDS = {"dense": Dense(), "row blocks": Ragged(chip_is_tpu=False), "ragged_dot": Ragged(chip_is_tpu=True)}
 HIDDEN, INNER = 24, 10
 
@@ -100,12 +102,12 @@ def test_routing(renormalise):
 def test_choice_of_backend_is_logged_and_refusal_has_a_reason(caplog, monkeypatch):
     config = MoEConfig(4, 2, HIDDEN, INNER, True)
     caplog.set_level("INFO")
-    assert choose_backend("auto", config, cpu_chip()).name == "ragged"
-    assert choose_backend("auto", config, TPU_CHIPS["v6e"]) == Ragged(chip_is_tpu=True)
-    assert choose_backend("dense", config, cpu_chip()).name == "dense"
+    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE).name == "ragged"
+    assert choose_backend("auto", config, TPU_CHIPS["v6e"], ONE_DEVICE) == Ragged(chip_is_tpu=True)
+    assert choose_backend("dense", config, cpu_chip(), ONE_DEVICE).name == "dense"
     assert "ragged (the fastest that supports this layer)" in caplog.text
     monkeypatch.setattr(Ragged, "supports", lambda self, config, chip: "it is Sunday")
-    assert choose_backend("auto", config, cpu_chip()).name == "dense"
+    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE).name == "dense"
     assert "MoE backend ragged cannot run: it is Sunday" in caplog.text
     with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: it is Sunday"):
-        choose_backend("ragged", config, cpu_chip())
+        choose_backend("ragged", config, cpu_chip(), ONE_DEVICE)

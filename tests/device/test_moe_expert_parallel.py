@@ -90,10 +90,11 @@ def test_a_device_gets_only_its_own_experts():
 def test_choice_of_backend_on_several_devices(caplog):
     caplog.set_level("INFO")
     config = MoEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INNER, True)
-    assert choose_backend("auto", config, TPU_CHIPS["v6e"], mesh(2)) == ExpertParallel(
+    assert choose_backend("ragged", config, TPU_CHIPS["v6e"], mesh(2)) == ExpertParallel(
         Ragged(chip_is_tpu=True), mesh(2)
     )
     assert "MoE backend: ragged on each of 2 devices" in caplog.text
+    assert choose_backend("auto", config, cpu_chip(), mesh(2)).name == "ragged on each of 2 devices"
     assert choose_backend("dense", config, cpu_chip(), mesh(1)) == Dense()
 
 

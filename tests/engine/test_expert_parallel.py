@@ -102,3 +102,15 @@ def test_more_devices_than_there_are_is_refused_before_weights_are_read(monkeypa
     count = len(jax.devices()) + 1
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {count} is more than the {count - 1} cpu devices"):
         engine("qwen3_moe", count)
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("qwen3_moe", 2), ("mixtral", 4)])
+def test_greedy_answers_with_the_fused_kernel(name, num_devices):
+    """The kernel in simulation, prompts in chunks: the answers of one device with XLA, token for token."""
+    golden = np.load(FIXTURES / name / "golden.npz")
+    llm = engine(name, num_devices, moe_backend="fused")
+    prompts = [golden[f"prompt_{i}"].tolist()[:18] for i in range(2)]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    plain = engine(name).generate(prompts, params)
+    for output, expected in zip(llm.generate(prompts, params), plain, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -128,7 +128,7 @@ def padded(specs: Any, axis: str, multiple: int) -> Any:
         sources = tuple(
             dataclasses.replace(one, transform=_then_pad(one.transform, spec.shape, widths)) for one in spec.sources
         )
-        return dataclasses.replace(spec, shape=shape, sources=sources, unpadded=spec.shape)
+        return dataclasses.replace(spec, shape=shape, sources=sources, unpadded=spec.unpadded or spec.shape)
 
     return map_specs(pad, specs)
 

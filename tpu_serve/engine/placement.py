@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,13 @@ class Placement:
                 ", ".join(copied),
             )
         return cls(chip, mesh, rules, specs, cache_layout.for_chip(chip))
+
+    def padded_for(self, padding: Mapping[str, int]) -> Placement:
+        """The same with axes of the weights filled up to multiples, as what computes with them asks."""
+        specs = self.specs
+        for axis, multiple in padding.items():
+            specs = padded(specs, axis, multiple)
+        return dataclasses.replace(self, specs=specs)
 
     @property
     def param_bytes(self) -> int:

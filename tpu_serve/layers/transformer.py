@@ -90,7 +90,7 @@ def expert_specs(
         "gate_up": ParamSpec(
             (num_experts, 2, hidden, inner),
             dtype,
-            ("experts", None, None, None),
+            ("experts", None, "expert_hidden", "expert_inner"),
             (
                 Source(
                     tuple(f"{prefix}.{e}.{name}.weight" for e in range(num_experts) for name in (gate, up)),
@@ -104,7 +104,7 @@ def expert_specs(
         "down": ParamSpec(
             (num_experts, inner, hidden),
             dtype,
-            ("experts", None, None),
+            ("experts", "expert_inner", "expert_hidden"),
             (
                 Source(
                     tuple(f"{prefix}.{e}.{down}.weight" for e in range(num_experts)),

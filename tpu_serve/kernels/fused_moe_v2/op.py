@@ -62,14 +62,18 @@ def fused_moe_v2(
 def normal_form(
     p: Problem, x: Any, expert_ids: jax.Array, routing_weights: jax.Array
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """As many rows as the devices' shares together, and each expert once per token where its input is scaled. x may be None."""
+    """As many rows as the devices' shares together, and each expert once per token where that matters. x may be None.
+
+    It matters where the input is scaled, and where a token could name the experts of a device more often than there are of them: then it
+    would have more rows there than `legality.max_rows` makes room for.
+    """
     missing = p.group_tokens - len(expert_ids)
     if not p.sequence_parallel and missing:
         rows = ((0, missing), (0, 0))
         x = None if x is None else jnp.pad(x, rows)
         routing_weights = jnp.pad(routing_weights, rows)
         expert_ids = jnp.pad(expert_ids, rows, constant_values=-1)
-    if p.scale_on_input:
+    if p.scale_on_input or p.top_k > p.local_experts:
         expert_ids, routing_weights = merge_duplicates(expert_ids, routing_weights)
     return x, expert_ids, routing_weights
 

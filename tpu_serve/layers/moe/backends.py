@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import Mesh
 from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import Chip
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
+from tpu_serve.layers.moe.fused import ByTokens, Fused
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,10 @@ class ExpertBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def padding(self) -> Mapping[str, int]:
+        """Multiples to which logical axes of the expert weights must be filled up with zeros when they are loaded."""
 
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
         """None when it can run there, else the reason why not, as a sentence."""
@@ -41,6 +48,10 @@ class OneDevice(ABC):
     """A backend that knows of one device only, and of unquantised weights without biases."""
 
     name: str
+
+    @property
+    def padding(self) -> Mapping[str, int]:
+        return MappingProxyType({})
 
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
         if config.has_scales:
@@ -161,23 +172,34 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh | None = None) -> ExpertBackend:
+def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh) -> ExpertBackend:
     """The backend of this name; "auto" takes the fastest one that supports the layer, and the log says which and why.
 
     Args:
-      mesh: the devices that the experts are split over; a backend for one device then runs on each of them. None for a single device.
+      mesh: the devices that the experts are split over; a backend for one device runs on each of them.
 
     Raises:
       ConfigError: the named backend does not support the layer, with its reason.
     """
-    known: dict[str, OneDevice] = {"ragged": Ragged(chip.is_tpu), "dense": Dense()}
-    for local in known.values() if name == "auto" else [known[name]]:
-        backend: ExpertBackend = local if mesh is None or mesh.size == 1 else ExpertParallel(local, mesh)
+    reason: str | None = None
+    for backend in _candidates(name, config, chip, mesh):
         reason = backend.supports(config, chip)
         if reason is None:
-            logger.info(
-                "MoE backend: %s%s", backend.name, " (the fastest that supports this layer)" if name == "auto" else ""
-            )
+            why = " (the fastest that supports this layer)" if name == "auto" else ""
+            logger.info("MoE backend: %s%s", backend.name, why)
             return backend
         logger.info("MoE backend %s cannot run: %s", backend.name, reason)
     raise ConfigError(f"--moe-backend {name} cannot run this model: {reason}")
+
+
+def _candidates(name: str, config: MoEConfig, chip: Chip, mesh: Mesh) -> list[ExpertBackend]:
+    """The backend asked for, or for "auto" those to try, best first."""
+
+    def everywhere(local: OneDevice) -> ExpertBackend:
+        return local if mesh.size == 1 else ExpertParallel(local, mesh)
+
+    fused, ragged, dense = Fused(config, mesh, chip), everywhere(Ragged(chip.is_tpu)), everywhere(Dense())
+    if name != "auto":
+        return [{"fused": fused, "ragged": ragged, "dense": dense}[name]]
+    # On one device nothing travels, and XLA's own grouped product needs no kernel; on a CPU the kernel is only simulated.
+    return [ByTokens(fused, ragged), ragged, dense] if chip.is_tpu and mesh.size > 1 else [ragged, dense]

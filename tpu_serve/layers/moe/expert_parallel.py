@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,10 @@ class ExpertParallel:
     @property
     def name(self) -> str:
         return f"{self.local.name} on each of {self.mesh.size} devices"
+
+    @property
+    def padding(self) -> Mapping[str, int]:
+        return self.local.padding
 
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
         return self.local.supports(config, chip)
