@@ -218,7 +218,7 @@ class _Kernel:
             if scale is not None:
                 self._send(2, scratch["finished_scale"], scratch["gathered_scales"].at[me], device, scratch)
         exchange.wait_bytes_of(scratch["gathered"], scratch["arrived"].at[2])
-        if scale is not None:  # before any row is read: one semaphore counts rows and scales, in whichever order they come
+        if scale is not None:  # before any row is read: one semaphore counts rows and scales, in any order
             exchange.wait_bytes_of(scratch["gathered_scales"], scratch["arrived"].at[2])
         rows = tile.flatten(scratch["gathered"][...], p.padded_hidden)
         if scale is not None:

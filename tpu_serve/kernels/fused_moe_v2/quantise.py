@@ -77,9 +77,7 @@ def _scale(largest: np.ndarray, format: Format) -> np.ndarray:
 
 
 def _rounded(matrix: np.ndarray, dtype: str) -> np.ndarray:
-    """To the nearest value of the type, ties to even, and never beyond its largest."""
-    limit = np.float32(LARGEST[dtype])
-    np.clip(matrix, -limit, limit, out=matrix)
+    """To the nearest value of the type, ties to even. Only 4-bit values can lie well beyond the largest, and their conversion saturates."""
     return (np.rint(matrix) if dtype == "int8" else matrix).astype(np.dtype(dtype))
 
 
