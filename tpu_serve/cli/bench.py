@@ -1,4 +1,4 @@
-"""`tpu-serve bench prefill` and `tpu-serve bench decode`: the engine alone, without a server."""
+"""`tpu-serve bench`: `prefill` and `decode` time the engine alone, without a server; `kernels` reads what the TPU compiler makes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def register(subparsers: Any) -> None:
         metavar="N",
         help="tokens generated per prompt (default: %(default)s)",
     )
+    _add_kernels(kinds)
     _add_options(decode, run_decode, input_lens=(32,), batch_sizes=(1, 4, 16), num_iters=3, num_warmup=1)
 
 
@@ -66,6 +67,75 @@ def _add_options(
     )
     add_engine_options(parser, without={"enable_prefix_caching"})
     parser.set_defaults(run=run, parser=parser)
+
+
+def _add_kernels(kinds: Any) -> None:
+    kernels = kinds.add_parser(
+        "kernels",
+        help="what the TPU compiler makes of the fused MoE kernel, without a TPU",
+        description="Compiles the fused mixture-of-experts kernel ahead of time for named chips and workloads, executes the compiled schedule, "
+        "and prints bytes, matrix unit use, spills and modelled time beside the calculated bound. Nothing is measured on a TPU.",
+    )
+    kernels.add_argument("--compiled", action="store_true", help="required: the only way there is so far")
+    some = {"nargs": "+", "default": None}
+    kernels.add_argument("--chip", metavar="CHIP", **some, help="v5e, v5p, v6e, tpu7x (default: v5e v6e tpu7x)")
+    kernels.add_argument(
+        "--workload", metavar="NAME", **some, help="models whose layer it is (default: all that are known)"
+    )
+    kernels.add_argument(
+        "--format", metavar="FORMAT", **some, help="weight formats (default: those that the chip runs)"
+    )
+    kernels.add_argument(
+        "--num-tokens",
+        metavar="N",
+        type=positive,
+        **some,
+        help="tokens of the group (default: 16 64 256 1024 4096 16384)",
+    )
+    kernels.add_argument(
+        "--num-devices", metavar="N", type=positive, **some, help="devices of the group (default: 4 8 16)"
+    )
+    kernels.add_argument("--mode", choices=("D", "G"), help="the kernel's mode (default: chosen by the heuristic)")
+    kernels.add_argument(
+        "--timeout", metavar="S", type=positive, default=600, help="seconds for one cell (default: %(default)s)"
+    )
+    kernels.add_argument(
+        "--jobs", metavar="N", type=positive, default=1, help="compilers at a time (default: %(default)s)"
+    )
+    kernels.add_argument("--output-json", type=Path, metavar="FILE", help="write everything that was found to FILE")
+    kernels.set_defaults(run=run_kernels, parser=kernels)
+
+
+def run_kernels(arguments: argparse.Namespace) -> int:
+    """Compiles the cells asked for and prints a table; 1 when the compiler refused one that should be legal."""
+    if not arguments.compiled:
+        raise ConfigError(
+            "bench kernels needs --compiled: kernels cannot be timed without a TPU, only compiled for one and modelled."
+        )
+    file = _writable(arguments.output_json)
+
+    from tqdm import tqdm
+
+    from tpu_serve.bench import kernels
+
+    selection = kernels.Selection(**{
+        name: tuple(value)
+        for name, value in {
+            "chips": arguments.chip, "workloads": arguments.workload, "formats": arguments.format,
+            "tokens": arguments.num_tokens, "device_counts": arguments.num_devices,
+        }.items()
+        if value is not None
+    }, mode=arguments.mode)  # fmt: skip
+    cells = kernels.check(selection)
+    with tqdm(total=len(cells), unit="cell", disable=None) as progress:
+        rows = list(
+            kernels.sweep(cells, selection.mode, arguments.timeout, arguments.jobs, lambda row: progress.update())
+        )
+    print(kernels.text(rows))
+    if file is not None:
+        kernels.write(rows, file)
+        print(f"wrote {file}", file=sys.stderr)
+    return int(any(row.outcome == "failed" for row in rows))
 
 
 def run_prefill(arguments: argparse.Namespace) -> int:
@@ -95,15 +165,19 @@ def run_decode(arguments: argparse.Namespace) -> int:
 def _sweep(arguments: argparse.Namespace) -> Sweep:
     from tpu_serve.bench.sweep import Sweep
 
-    file = arguments.output_json
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ConfigError(f"--output-json {file} cannot be written: it is a folder, or its folder does not exist.")
+    _writable(arguments.output_json)
     return Sweep(
         input_lens=tuple(arguments.input_len),
         batch_sizes=tuple(arguments.batch_size),
         num_iters=arguments.num_iters,
         num_warmup=arguments.num_iters_warmup,
     )
+
+
+def _writable(file: Path | None) -> Path | None:
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ConfigError(f"--output-json {file} cannot be written: it is a folder, or its folder does not exist.")
+    return file
 
 
 def _show(report: Report, arguments: argparse.Namespace) -> int:

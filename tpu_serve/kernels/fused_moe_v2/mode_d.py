@@ -55,8 +55,13 @@ class _Kernel:
         scratch["sum"][...] = jnp.zeros_like(scratch["sum"])
         for copy in small:
             copy.wait()
-        self._arrive(inputs["x"], scratch)
+        self._arrive(scratch)
         jax.lax.fori_loop(0, num_loads, lambda load, _: self._step(ring, active, load, num_loads, scratch), None)
+        if self.problem.sequence_parallel:
+            for _ in range(
+                self.problem.num_devices
+            ):  # own tokens have left: after the kernel their buffer is somebody else's
+                exchange.wait_bytes_of(inputs["x"], scratch["sent"].at[0])
         self._reduce(out, scratch)
 
     def _refill(self, ring: Ring, active: Any, load: Any, num_loads: Any) -> None:
@@ -76,13 +81,10 @@ class _Kernel:
             device = exchange.peer(self.axis, p.num_devices, distance)
             exchange.push(x, place, scratch["sent"].at[0], scratch["arrived"].at[0], self.axis, device)
 
-    def _arrive(self, x: Any, scratch: dict[str, Any]) -> None:
+    def _arrive(self, scratch: dict[str, Any]) -> None:
         """Waits for all tokens and brings them into the form in which they enter the products."""
         p = self.problem
         exchange.wait_bytes_of(scratch["rows"], scratch["arrived"].at[0])
-        if p.sequence_parallel:
-            for _ in range(p.num_devices):  # own pushes: x must not change, nor the kernel end, before they have left
-                exchange.wait_bytes_of(x, scratch["sent"].at[0])
         rows = self._padded(tile.flatten(scratch["rows"][...], p.padded_hidden))
         if p.dispatch_type == p.weights.activation and not p.weights.group_scales:
             scratch["activations"][...] = rows
@@ -135,16 +137,19 @@ class _Kernel:
         p = self.problem
         coefficient = self._coefficient(rows, expert, scratch)
         routed = coefficient != 0
-        share = jnp.where(routed, 1.0, 0.0) if p.scale_on_input else coefficient
+
+        def weighted(done: jax.Array) -> jax.Array:
+            # At the very end: 0 times an infinity in the expert's weights is NaN, in every token.
+            return jnp.where(routed, done if p.scale_on_input else coefficient * done, 0.0)
 
         def store(columns: Any, hidden: jax.Array) -> None:
-            scratch["hidden"][:, columns] = jnp.where(routed, hidden, 0.0).astype(scratch["hidden"].dtype)
+            scratch["hidden"][:, columns] = hidden.astype(scratch["hidden"].dtype)
 
         def add(columns: Any, done: jax.Array) -> None:
             if part.down_bias is not None:
                 done = done + jnp.where(index == 0, part.down_bias[:, columns], 0.0)
             if p.post_norm is None:
-                scratch["sum"][rows, columns] += share * done
+                scratch["sum"][rows, columns] += weighted(done)
             else:
                 before = scratch["expert_sum"][rows, columns]
                 scratch["expert_sum"][rows, columns] = jnp.where(index == 0, done, before + done)
@@ -160,7 +165,7 @@ class _Kernel:
             @pl.when(index == self.shape.per_expert - 1)
             def _() -> None:
                 done = tile.normalise(scratch["expert_sum"][rows], norm, scratch["norm_weight"][...], p.hidden)
-                scratch["sum"][rows] += share * done
+                scratch["sum"][rows] += weighted(done)
 
     def _reduce(self, out: Any, scratch: dict[str, Any]) -> None:
         """Partial sums to their owners, who add them in order of sender."""

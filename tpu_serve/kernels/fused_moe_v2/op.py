@@ -181,16 +181,18 @@ def prepare(
     rows, scale = encode_tokens(p, x)
     if p.sequence_parallel:
         if scale is not None:
-            scalars["token_scales"] = _everyone(call, p, scale).reshape(-1)
+            scale = _everyone(call, p, scale).reshape(-1)
         if config.dispatch == "xla_ag":
             rows = _everyone(call, p, rows).reshape(-1, *rows.shape[1:])
-    inputs: dict[str, Any] = {"x": rows, "sorted_tokens": _in_windows(config, everyone.tokens)}
+    if scale is not None:
+        scalars["token_scales"] = scale
+    inputs: dict[str, Any] = {"x": rows, "sorted_tokens": in_windows(config, everyone.tokens)}
     if p.scale_on_input:
-        inputs["sorted_weights"] = _in_windows(config, everyone.weights)
+        inputs["sorted_weights"] = in_windows(config, everyone.weights)
     return everyone, scalars, inputs
 
 
-def _in_windows(config: Config, array: jax.Array) -> jax.Array:
+def in_windows(config: Config, array: jax.Array) -> jax.Array:
     """[D, S] as rows of 128 that a window may begin at, [D * S / 128 + window, 1, 128]."""
     return jnp.pad(array.reshape(-1, 1, LANES), ((0, window_rows(config)), (0, 0), (0, 0)))
 

@@ -61,7 +61,8 @@ class Problem:
       post_norm: RMSNorm of expert rows, or None.
       scale_on_input: the routing weight multiplies an expert's input rather than its output.
       sequence_parallel: each device has its own tokens, T / D of them; otherwise every device has all of them.
-      dispatch_dtype: in which tokens travel to the experts; None is `dtype`.
+      dispatch_dtype: in which tokens travel to the experts; None is the type in which rows enter the first product where that has one scale
+        per row (quantising before or after the way gives the same), else `dtype`.
       combine_dtype: in which results travel back; None is `dtype`.
       output_gather_dtype: in which finished tokens are gathered when not sequence_parallel; None is `dtype`.
     """
@@ -118,7 +119,9 @@ class Problem:
 
     @property
     def dispatch_type(self) -> str:
-        return self.dispatch_dtype or self.dtype
+        if self.dispatch_dtype is not None:
+            return self.dispatch_dtype
+        return self.weights.activation if self.weights.quantises_rows and not self.weights.group_scales else self.dtype
 
     @property
     def combine_type(self) -> str:

@@ -1,0 +1,114 @@
+"""Chips to compile for on a machine that has none: libtpu's names, and the environment it wants."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from tpu_serve.config import ConfigError
+from tpu_serve.device.chip import TPU_CHIPS
+
+# libtpu looks for a TPU, a metadata server and a lock of its own unless told that there is nothing to find.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_FLAT: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8)}
+_SOLID: dict[int, tuple[int, ...]] = {
+    1: (1, 1, 1),
+    2: (2, 1, 1),
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+}
+_GRIDS = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _SOLID, "tpu7x": _SOLID}
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A slice of chips by the name libtpu knows it.
+
+    Attributes:
+      chip: name as in `device/chip.py`.
+      grid: chips along each axis.
+      num_devices: JAX devices wanted, which is fewer than there are only for one tpu7x device (its chip has two).
+    """
+
+    chip: str
+    grid: tuple[int, ...]
+    num_devices: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip}:{'x'.join(map(str, self.grid))}"
+
+    @property
+    def host_bounds(self) -> tuple[int, int, int] | None:
+        """Chips of a host. libtpu assumes 2x2x1, which a smaller slice is not divisible by; None leaves it at that."""
+        if math.prod(self.grid) >= 4:
+            return None
+        x, y, *z = self.grid
+        return (x, y, z[0] if z else 1)
+
+
+def topology(chip: str, num_devices: int) -> Topology:
+    """The slice of `num_devices` JAX devices.
+
+    Raises:
+      ConfigError: no such chip, or no slice of that size.
+    """
+    if chip not in _GRIDS:
+        raise ConfigError(f"cannot compile for chip {chip!r}; known are {', '.join(_GRIDS)}.")
+    per_chip = TPU_CHIPS[chip].devices_per_chip
+    grid = _GRIDS[chip].get(max(1, num_devices // per_chip))
+    if num_devices < 1 or grid is None or (num_devices > 1 and num_devices % per_chip):
+        sizes = sorted({1, *(chips * per_chip for chips in _GRIDS[chip])})
+        raise ConfigError(f"{chip} has no slice of {num_devices} devices; there are {', '.join(map(str, sizes))}.")
+    return Topology(chip, grid, num_devices)
+
+
+@contextlib.contextmanager
+def environment(**more: str) -> Iterator[None]:
+    """Sets libtpu's environment for a while. It counts when libtpu is first loaded, later changes are not seen."""
+    wanted = ENVIRONMENT | more
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def target_devices(wanted: Topology) -> list[Any]:
+    """Devices that programs can be compiled for and not run on, in the order JAX gives on such a slice.
+
+    Raises:
+      ConfigError: libtpu is not installed, or refuses the slice.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("compiling for a TPU needs the package libtpu: pip install 'tpu-serve[tpu]'.")
+    bounds = wanted.host_bounds
+    options: dict[str, Any] = {} if bounds is None else {"chips_per_host_bounds": bounds}
+    with environment():
+        try:
+            described = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **options)
+        except jax.errors.JaxRuntimeError as error:
+            raise ConfigError(f"libtpu refuses the topology {wanted.name}: {str(error).splitlines()[0]}") from error
+    return list(described.devices)[: wanted.num_devices]

@@ -1,0 +1,147 @@
+"""The fused kernel on named workloads, as programs for the ahead-of-time compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpu_serve.bench.compiled.program import Program
+from tpu_serve.device.chip import TPU_CHIPS, Chip
+from tpu_serve.device.experts import ExpertWeights
+from tpu_serve.kernels.fused_moe_v2 import tables
+from tpu_serve.kernels.fused_moe_v2.bound import active_experts, bound
+from tpu_serve.kernels.fused_moe_v2.call import Call
+from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
+from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
+from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
+from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2, in_windows
+from tpu_serve.kernels.fused_moe_v2.problem import Problem
+
+AXIS = "model"
+
+
+def problem_of(workload: str, num_tokens: int, num_devices: int, format: str, options: Mapping[str, Any]) -> Problem:
+    """A workload's layer; `options` replaces fields of the problem."""
+    return dataclasses.replace(WORKLOADS[workload].problem(num_tokens, num_devices, format), **options)
+
+
+def config_of(problem: Problem, chip: Chip, changes: Mapping[str, Any]) -> Config:
+    """The heuristic's config, for the mode that `changes` may name, with the other fields that it names replaced.
+
+    Raises:
+      ValueError: there is none.
+    """
+    return dataclasses.replace(heuristic(problem, chip, changes.get("mode")), **changes)
+
+
+def abstract_arguments(problem: Problem, mesh: Mesh) -> tuple[list[Any], list[PartitionSpec]]:
+    """Shapes and shardings of everything that `fused_moe_v2` takes, and how shard_map cuts it."""
+    p, weights = problem, problem.weights
+    experts, hidden, inner = p.local_experts * p.num_devices, p.padded_hidden, p.padded_intermediate
+    split, whole = PartitionSpec(AXIS), PartitionSpec()
+    tokens = split if p.sequence_parallel else whole
+    rows = p.group_tokens if p.sequence_parallel else p.num_tokens
+
+    def array(shape: Sequence[int], dtype: str, spec: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    def only_if(present: bool, shape: Sequence[int]) -> Any:
+        return array(shape, "float32", split) if present else None
+
+    held = ExpertWeights(
+        array((experts, 2, hidden, inner), weights.weight, split),
+        array((experts, inner, hidden), weights.weight, split),
+        only_if(weights.scaled, (experts, 2, weights.num_blocks(hidden), inner)),
+        only_if(weights.scaled, (experts, weights.num_blocks(inner), 1, hidden)),
+        only_if(p.gate_up_bias, (experts, 2, 1, inner)),
+        only_if(p.down_bias, (experts, 1, hidden)),
+    )
+    arguments: list[Any] = [
+        array((rows, p.hidden), p.dtype, tokens),
+        array((rows, p.top_k), "int32", tokens),
+        array((rows, p.top_k), "float32", tokens),
+        held,
+    ]
+    specs = [tokens, tokens, tokens, split]
+    if p.post_norm is not None:
+        arguments.append(array((p.hidden,), "float32", whole))
+        specs.append(whole)
+    return arguments, specs
+
+
+def uniform_ids(problem: Problem, seed: int = 0) -> np.ndarray:
+    """i32[D, T, K]: different experts for each token, all alike, and none for padding rows."""
+    p = problem
+    scores = np.random.default_rng(seed).random((p.group_tokens, p.num_experts))
+    ids = np.argpartition(scores, p.top_k - 1, axis=1)[:, : p.top_k].astype(np.int32)
+    ids[p.num_tokens :] = -1
+    return ids.reshape(p.num_devices, p.local_tokens, p.top_k)
+
+
+def scalars_of(problem: Problem, config: Config) -> dict[str, dict[int, Any]]:
+    """What device 0's kernel reads from SMEM for uniform routing, by operand."""
+    p = problem
+    if config.mode == "D":
+        ids = uniform_ids(p)
+        active = [expert for expert in range(p.local_experts) if (ids == expert).any()]
+        listed = np.array(active + [e for e in range(p.local_experts) if e not in active], np.int32)
+        return {"fused_moe_d": {0: listed, 1: np.array([len(active)], np.int32)}}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        everyone = jax.vmap(lambda device, ids, weights: tables.sort_slots(p, device, ids, weights))(
+            jnp.arange(p.num_devices, dtype=jnp.int32),
+            jnp.asarray(uniform_ids(p)),
+            jnp.ones((p.num_devices, p.local_tokens, p.top_k), jnp.float32),
+        )
+        scalars = tables.kernel_tables(p, config, jnp.int32(0), everyone)
+        if config.dispatch == "dedup_push":
+            scalars |= tables.dedup_runs(p, jnp.int32(0), everyone)
+    operands: dict[str, Any] = {name: np.asarray(array) for name, array in scalars.items()}
+    if p.dispatch_type in ROW_LIMITS:
+        operands["token_scales"] = np.ones(p.group_tokens, np.float32).view(np.int32)
+    ordered = [operands[name] for name in sorted(operands)]  # in the order of JAX's trees
+    # Behind the tables come the inputs in HBM, the first of which is the norm's weight where there is one.
+    tokens = len(ordered) + (p.post_norm is not None)
+    return {"fused_moe_g": {**dict(enumerate(ordered)), tokens: np.asarray(in_windows(config, everyone.tokens))}}
+
+
+def program(
+    devices: Sequence[Any],
+    *,
+    chip: str,
+    workload: str,
+    num_tokens: int,
+    format: str,
+    options: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Program:
+    """A target of `bench.compiled.report`: the whole layer, metadata by XLA included."""
+    p = problem_of(workload, num_tokens, len(devices), format, options or {})
+    chosen = config_of(p, TPU_CHIPS[chip], config or {})
+    mesh = Mesh(np.array(devices), (AXIS,))
+    arguments, specs = abstract_arguments(p, mesh)
+    call = Call(AXIS, TPU_CHIPS[chip])
+    function = jax.shard_map(
+        lambda *arrays: fused_moe_v2(*arrays, problem=p, config=chosen, call=call),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=specs[0],
+        check_vma=False,
+    )
+    least = bound(p, TPU_CHIPS[chip])
+    analytic = {
+        "flops": least.operations,
+        "peak": p.weights.activation,
+        "hbm_bytes": least.hbm_bytes,
+        "bound_us": least.seconds * 1e6,
+        "schedule": least.schedule,
+        "limit": least.limit,
+        "active_experts": active_experts(p),
+    }
+    return Program(function, arguments, scalars_of(p, chosen), analytic)
