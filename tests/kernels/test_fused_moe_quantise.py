@@ -264,7 +264,7 @@ def test_padding_adds_zeros_and_changes_nothing_else(name: str) -> None:
         array[place] = 0
         assert (array == 0).all()
     if form.scaled:
-        assert padded.gate_up_scale.shape == (4, 2, form.num_blocks(256), 256)
+        assert padded.gate_up_scale.shape == (4, 2, form.scale_rows(256), 256)
         assert padded.down_scale.shape == (4, form.num_blocks(256), 1, 256)
         assert (padded.gate_up_scale[3] == 1).all()
         assert (padded.down_scale[..., 200:] == 1).all()

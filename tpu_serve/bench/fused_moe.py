@@ -58,7 +58,7 @@ def abstract_arguments(problem: Problem, mesh: Mesh) -> tuple[list[Any], list[Pa
     held = ExpertWeights(
         array((experts, 2, hidden, inner), weights.weight, split),
         array((experts, inner, hidden), weights.weight, split),
-        only_if(weights.scaled, (experts, 2, weights.num_blocks(hidden), inner)),
+        only_if(weights.scaled, (experts, 2, weights.scale_rows(hidden), inner)),
         only_if(weights.scaled, (experts, weights.num_blocks(inner), 1, hidden)),
         only_if(p.gate_up_bias, (experts, 2, 1, inner)),
         only_if(p.down_bias, (experts, 1, hidden)),
@@ -111,6 +111,20 @@ def scalars_of(problem: Problem, config: Config) -> dict[str, dict[int, Any]]:
     return {"fused_moe_g": {**dict(enumerate(ordered)), tokens: np.asarray(in_windows(config, everyone.tokens))}}
 
 
+def layer(problem: Problem, config: Config, chip: Chip, devices: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The whole layer, metadata by XLA included, as a function to compile and its abstract arguments."""
+    mesh = Mesh(np.array(devices), (AXIS,))
+    arguments, specs = abstract_arguments(problem, mesh)
+    function = jax.shard_map(
+        lambda *arrays: fused_moe_v2(*arrays, problem=problem, config=config, call=Call(AXIS, chip)),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=specs[0],
+        check_vma=False,
+    )
+    return function, arguments
+
+
 def program(
     devices: Sequence[Any],
     *,
@@ -121,19 +135,10 @@ def program(
     options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Program:
-    """A target of `bench.compiled.report`: the whole layer, metadata by XLA included."""
+    """A target of `bench.compiled.report`."""
     p = problem_of(workload, num_tokens, len(devices), format, options or {})
     chosen = config_of(p, TPU_CHIPS[chip], config or {})
-    mesh = Mesh(np.array(devices), (AXIS,))
-    arguments, specs = abstract_arguments(p, mesh)
-    call = Call(AXIS, TPU_CHIPS[chip])
-    function = jax.shard_map(
-        lambda *arrays: fused_moe_v2(*arrays, problem=p, config=chosen, call=call),
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=specs[0],
-        check_vma=False,
-    )
+    function, arguments = layer(p, chosen, TPU_CHIPS[chip], devices)
     least = bound(p, TPU_CHIPS[chip])
     analytic = {
         "flops": least.operations,

@@ -20,7 +20,7 @@ class ExpertWeights:
     Attributes:
       gate_up: [E, 2, H, I], gate first.
       down: [E, I, H].
-      gate_up_scale: f32[E, 2, B1, I] or None.
+      gate_up_scale: f32[E, 2, B1, I] or None; kernels may ask for more rows than there are blocks, which nothing reads.
       down_scale: f32[E, B2, 1, H] or None.
       gate_up_bias: f32[E, 2, 1, I] or None.
       down_bias: f32[E, 1, H] or None.

@@ -65,7 +65,7 @@ def tile_shapes(problem: Problem, config: Config, stage: Stage) -> dict[str, tup
         "down": ((columns, p.padded_hidden), weights.weight),
     }
     if weights.scaled:
-        shapes["gate_up_scale"] = ((2, weights.num_blocks(p.padded_hidden), columns), F32)
+        shapes["gate_up_scale"] = ((2, weights.scale_rows(p.padded_hidden), columns), F32)
         shapes["down_scale"] = ((weights.num_blocks(columns), 1, p.padded_hidden), F32)
     if p.gate_up_bias:
         shapes["gate_up_bias"] = ((2, 1, columns), F32)

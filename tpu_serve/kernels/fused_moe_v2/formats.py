@@ -39,6 +39,15 @@ class Format:
         """Scale rows of a matrix with this contraction."""
         return -(-contraction // self.block) if self.block else 1
 
+    def scale_rows(self, contraction: int) -> int:
+        """The same as the kernel wants them in `gate_up_scale`: filled up unless there is only one."""
+        blocks = self.num_blocks(contraction)
+        return blocks if blocks == 1 else -(-blocks // SCALE_ROWS) * SCALE_ROWS
+
+
+SCALE_ROWS = 8
+"""Scale rows of the first projections are filled up to a multiple of these, the sublanes of a vector register: the compiler may lay out
+other counts differently from what the kernel reads, and copy all of them at every call."""
 
 ROW_LIMITS = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """Largest magnitude of the 8-bit types."""

@@ -87,7 +87,7 @@ def _check_arrays(
     p: Problem, x: jax.Array, expert_ids: jax.Array, weights: ExpertWeights, norm_weight: jax.Array | None
 ) -> None:
     rows = p.local_tokens if p.sequence_parallel else p.num_tokens
-    num_blocks = p.weights.num_blocks(p.padded_hidden), p.weights.num_blocks(p.padded_intermediate)
+    num_blocks = p.weights.scale_rows(p.padded_hidden), p.weights.num_blocks(p.padded_intermediate)
     experts, hidden, intermediate = p.local_experts, p.padded_hidden, p.padded_intermediate
     expected: dict[str, tuple[tuple[int, ...], str] | None] = {
         "x": ((rows, p.hidden), p.dtype),

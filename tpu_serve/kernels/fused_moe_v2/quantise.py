@@ -222,20 +222,22 @@ def check(weights: ExpertWeights, format: Format) -> None:
     """
     num_experts, _, hidden, intermediate = weights.gate_up.shape
     scale_shapes = {
-        "gate_up": (num_experts, 2, format.num_blocks(hidden), intermediate),
-        "down": (num_experts, format.num_blocks(intermediate), 1, hidden),
+        "gate_up": [
+            (num_experts, 2, rows, intermediate) for rows in (format.num_blocks(hidden), format.scale_rows(hidden))
+        ],
+        "down": [(num_experts, format.num_blocks(intermediate), 1, hidden)],
     }
-    for name, shape in scale_shapes.items():
+    for name, shapes in scale_shapes.items():
         values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
         if str(values.dtype) != format.weight:
             raise ValueError(f"{name} is {values.dtype}, but {format.name} stores {format.weight}")
-        found, expected = None if scale is None else scale.shape, shape if format.scaled else None
-        if found != expected:
-            raise ValueError(f"{name}_scale has shape {found}, but {format.name} needs {expected}")
+        found, expected = None if scale is None else scale.shape, shapes if format.scaled else [None]
+        if found not in expected:
+            raise ValueError(f"{name}_scale has shape {found}, but {format.name} needs {expected[0]}")
 
 
 def pad(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Weights as the kernel wants them: E to a multiple of the devices, H and I to multiples of 128.
+    """Weights as the kernel wants them: E to a multiple of the devices, H and I to multiples of 128, B1 as `Format.scale_rows` says.
 
     What is added is zero, and so are the biases there; scales there are 1, which every type of scale can hold. Arrays that need no
     padding are passed on, so a second call changes nothing.
@@ -252,7 +254,7 @@ def pad(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     shapes = {
         "gate_up": (experts, 2, hidden, intermediate),
         "down": (experts, intermediate, hidden),
-        "gate_up_scale": (experts, 2, problem.weights.num_blocks(hidden), intermediate),
+        "gate_up_scale": (experts, 2, problem.weights.scale_rows(hidden), intermediate),
         "down_scale": (experts, problem.weights.num_blocks(intermediate), 1, hidden),
         "gate_up_bias": (experts, 2, 1, intermediate),
         "down_bias": (experts, 1, hidden),

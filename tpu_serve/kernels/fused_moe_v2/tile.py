@@ -66,7 +66,7 @@ def widened(values: jax.Array, scale: jax.Array | None, weights: Format) -> jax.
     if weights.block is None or weights.block >= LANES:
         return values.astype(dtype)
     assert scale is not None
-    rows = values.astype(F32).reshape(-1, weights.block, values.shape[1]) * scale[:, None, :]
+    rows = values.astype(F32).reshape(-1, weights.block, values.shape[1]) * scale[: len(values) // weights.block, None, :]
     return rows.reshape(values.shape).astype(dtype)
 
 
