@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 
@@ -19,9 +22,18 @@ def take_devices(options: ParallelOptions) -> list[jax.Device]:
     Raises:
       ConfigError: there are fewer devices; the message has both numbers.
     """
+    _skip_absent_tpu()
     if options.tensor_parallel_size > 1:
         _prepare_simulation(options)
     return first_devices(jax.local_devices(), options)
+
+
+def _skip_absent_tpu() -> None:
+    """On a machine where libtpu is installed for its compiler alone, it would look for a TPU and print lines of complaints."""
+    has_tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    only_libtpu = find_spec("libtpu") is not None and not entry_points(group="jax_plugins")
+    if only_libtpu and not has_tpu and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _prepare_simulation(options: ParallelOptions) -> None:
