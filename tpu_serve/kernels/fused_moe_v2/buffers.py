@@ -174,6 +174,9 @@ def mode_g(problem: Problem, config: Config, stage: Stage = "whole") -> dict[str
             group["input_weight"] = Buffer((2, rows, LANES))
         if config.dispatch != "xla_ag":
             group["token_sent"] = semaphores()
+        if config.resident:
+            group["tokens"] = Buffer((p.group_tokens, *lanes), p.dispatch_type)
+        if config.dispatch != "xla_ag" or config.resident:
             group["token_arrived"] = semaphores(config.rounds)
             group["rounds_here"] = Buffer((1,), "int32", "smem")
     if stage != "whole":

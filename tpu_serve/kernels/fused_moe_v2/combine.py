@@ -5,6 +5,7 @@ Letters: N tokens, K choices, A rows that arrived, L x 128 a travelling row, B t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,13 +14,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.kernels.fused_moe_v2 import tile
+from tpu_serve.kernels.fused_moe_v2.buffers import Buffer
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, round_up
 
 F32 = jnp.float32
 
 
-def _kernel(
+RESIDENT_SHARE = 0.6
+"""Of VMEM, up to which all rows that arrived are brought there whole, instead of one by one."""
+
+
+def _weighted_sum(slots: list[Any], row_of: Any, places: Any, weights: Any) -> jax.Array:
+    """f32[1, L, 128] of one token: rows by `row_of(slot)`, f32; those without a place do not count, whatever is read for them."""
+    total: Any = 0.0
+    for slot in slots:
+        total = total + jnp.where(places[0, 0, slot] >= 0, row_of(slot) * weights[0, 0, slot], 0.0)
+    return total
+
+
+def _resident_kernel(
+    places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, rows: Any, scales: Any, sums: Any, semaphore: Any,
+    *, block: int, top_k: int, hidden: int,
+) -> None:  # fmt: skip
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        pairs = [(arrived, rows), *([(arrived_scale, scales)] if scales is not None else [])]
+        for source, target in pairs:
+            pltpu.make_async_copy(source, target, semaphore).start()
+        for source, target in pairs:
+            pltpu.make_async_copy(source, target, semaphore).wait()
+
+    def token(index: Any, _: None) -> None:
+        slots = [index * top_k + choice for choice in range(top_k)]
+
+        def row_of(slot: Any) -> jax.Array:
+            place = pl.ds(jnp.maximum(places[0, 0, slot], 0), 1)
+            row = rows[place].astype(F32)
+            return row if scales is None else row * scales[place]
+
+        sums[pl.ds(index, 1)] = _weighted_sum(slots, row_of, places, weights)
+
+    jax.lax.fori_loop(0, block, token, None)
+    out[...] = tile.flatten(sums[...], hidden).astype(out.dtype)
+
+
+def _streaming_kernel(
     places: Any, next_places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, rows: Any, scales: Any, sums: Any,
     semaphores: Any, *, block: int, top_k: int, hidden: int,
 ) -> None:  # fmt: skip
@@ -39,29 +79,20 @@ def _kernel(
 
         jax.lax.fori_loop(0, block, token, None)
 
-    @pl.when(step == 0)
-    def _() -> None:
-        start(places, 0)
-
-    @pl.when(step + 1 < pl.num_programs(0))
-    def _() -> None:
-        start(next_places, 1 - parity)
-
+    pl.when(step == 0)(lambda: start(places, 0))
+    pl.when(step + 1 < pl.num_programs(0))(lambda: start(next_places, 1 - parity))
     for target in (rows, scales):
         if target is not None:
             pltpu.make_async_copy(target.at[parity], target.at[parity], semaphores.at[parity]).wait()
 
     def token(index: Any, _: None) -> None:
-        first = index * top_k
-        own_rows = rows[parity, pl.ds(first, top_k)].astype(F32)
-        own_scales = None if scales is None else scales[parity, pl.ds(first, top_k)]
-        total = jnp.zeros(rows.shape[2:], F32)
-        for choice in range(top_k):
-            row = own_rows[choice] * weights[0, 0, first + choice]
-            if own_scales is not None:
-                row = row * own_scales[choice]
-            total = total + jnp.where(places[0, 0, first + choice] >= 0, row, 0.0)
-        sums[pl.ds(index, 1)] = total[None]
+        slots = [index * top_k + choice for choice in range(top_k)]
+
+        def row_of(slot: Any) -> jax.Array:
+            row = rows[parity, pl.ds(slot, 1)].astype(F32)
+            return row if scales is None else row * scales[parity, pl.ds(slot, 1)]
+
+        sums[pl.ds(index, 1)] = _weighted_sum(slots, row_of, places, weights)
 
     jax.lax.fori_loop(0, block, token, None)
     out[...] = tile.flatten(sums[...], hidden).astype(out.dtype)
@@ -97,29 +128,35 @@ def combine(
     lanes = arrived.shape[1:]
     in_smem = lambda index: pl.BlockSpec((1, 1, width), index, memory_space=pltpu.SMEM)  # noqa: E731
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    this, after = in_smem(lambda step: (step, 0, 0)), in_smem(lambda step: (jnp.minimum(step + 1, blocks - 1), 0, 0))
+    has_scale = arrived_scale is not None
+    resident = is_resident(arrived, has_scale, call)
+    held = (len(arrived),) if resident else (2, width)
     out = pl.pallas_call(
-        lambda *refs: _kernel(*refs, block=block, top_k=top_k, hidden=hidden),
+        functools.partial(_resident_kernel if resident else _streaming_kernel, block=block, top_k=top_k, hidden=hidden),
         out_shape=jax.ShapeDtypeStruct((padded, hidden), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=(blocks,),
-            in_specs=[
-                in_smem(lambda step: (step, 0, 0)),
-                in_smem(lambda step: (jnp.minimum(step + 1, blocks - 1), 0, 0)),
-                in_smem(lambda step: (step, 0, 0)),
-                in_hbm,
-                None if arrived_scale is None else in_hbm,
-            ],
+            in_specs=[this, *([] if resident else [after]), this, in_hbm, in_hbm if has_scale else None],
             out_specs=pl.BlockSpec((block, hidden), lambda step: (step, 0)),
             scratch_shapes=(
-                pltpu.VMEM((2, width, *lanes), arrived.dtype),
-                None if arrived_scale is None else pltpu.VMEM((2, width, 1, LANES), F32),
+                pltpu.VMEM((*held, *lanes), arrived.dtype),
+                pltpu.VMEM((*held, 1, LANES), F32) if has_scale else None,
                 pltpu.VMEM((block, *lanes), F32),
-                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA(() if resident else (2,)),
             ),
         ),
         compiler_params=call.compiler_params(None, 1),
         interpret=call.interpret,
         name="fused_moe_combine",
-    )(place_rows, place_rows, weight_rows, arrived, arrived_scale)
+    )(place_rows, *([] if resident else [place_rows]), weight_rows, arrived, arrived_scale)
     return out[:num_tokens]
+
+
+def is_resident(arrived: jax.Array, has_scale: bool, call: Call) -> bool:
+    """Whether all rows fit into VMEM beside the rest."""
+    needed = (
+        Buffer(arrived.shape, arrived.dtype.name).num_bytes + has_scale * Buffer((len(arrived), 1, LANES)).num_bytes
+    )
+    return needed <= RESIDENT_SHARE * call.chip.vmem_bytes

@@ -28,6 +28,7 @@ class Config:
       combine: (G) finished rows pushed to their owners, or summed on the experts' device and reduce-scattered by XLA.
       rounds: (G with pushes) parts of the group, nearest first, whose tokens are worked on as they come. Each round reads the weights.
       combine_tokens: (G) tokens of a step of the final sum.
+      resident: (G) all tokens of the group lie in VMEM, where gathering a row takes a few loads instead of a copy of its own.
     """
 
     mode: str
@@ -39,6 +40,7 @@ class Config:
     combine: str = "push"
     rounds: int = 1
     combine_tokens: int = 16
+    resident: bool = False
 
     def tiles_per_expert(self, problem: Problem) -> int:
         return problem.padded_intermediate // self.tile_columns

@@ -1,4 +1,4 @@
-"""Mode G's dispatch: tokens of the group come to every device's HBM, by XLA before the kernel or by pushes inside it."""
+"""Mode G's dispatch: tokens of the group come to every device, by XLA before the kernel or by pushes inside it, into HBM or VMEM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.kernels.fused_moe_v2 import exchange
 from tpu_serve.kernels.fused_moe_v2.config import Config
@@ -51,7 +52,8 @@ class Dispatch:
         self._problem, self._config, self._axis = problem, config, axis
         self._tables, self._inputs, self._scratch = tables, inputs, scratch
         self._pushes = config.dispatch != "xla_ag"
-        self._rows = outputs["tokens"] if self._pushes else inputs["x"]
+        self._moves = self._pushes or config.resident
+        self._rows = scratch["tokens"] if config.resident else outputs["tokens"] if self._pushes else inputs["x"]
         self._visits = Visits(problem, tables)
         self._gather = Gather(problem, config, tables, inputs, self._rows, scratch)
 
@@ -60,7 +62,11 @@ class Dispatch:
 
     def dispatch(self) -> None:
         """Starts all pushes. The nearest peers come first: round by round, every device with another receiver."""
+        if not self._moves:
+            return
+        self._scratch["rounds_here"][0] = jnp.int32(0)
         if not self._pushes:
+            pltpu.make_async_copy(self._inputs["x"], self._rows, self._scratch["token_arrived"].at[0]).start()
             return
         p = self._problem
         for distance in range(p.num_devices):
@@ -70,7 +76,6 @@ class Dispatch:
                 self._push(0, p.local_tokens, device, arrived)
             else:
                 self._push_runs(device, arrived)
-        self._scratch["rounds_here"][0] = jnp.int32(0)
 
     def _push(self, first: Any, count: Any, device: Any, arrived: Any) -> None:
         p = self._problem
@@ -90,7 +95,7 @@ class Dispatch:
         jax.lax.fori_loop(0, self._tables["send_runs"][device], one, None)
 
     def start(self, visit: Any) -> None:
-        if self._pushes:
+        if self._moves:
             self._await_round(self._visits.field("virtual", visit) // self._problem.local_experts)
         self._gather.start_rows(visit)
 
@@ -112,10 +117,12 @@ class Dispatch:
 
     def drain(self) -> None:
         """What nobody needed must still be counted, and own tokens must have left before their buffer is somebody else's."""
-        if not self._pushes:
+        if not self._moves:
             return
         p = self._problem
         self._await_round(jnp.int32(self._config.rounds - 1))
+        if not self._pushes:
+            return
         if self._config.dispatch == "push_ag":
             sent: Any = jnp.int32(p.group_tokens)
         else:

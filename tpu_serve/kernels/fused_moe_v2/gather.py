@@ -112,7 +112,7 @@ class Gather:
         self._for_pieces(visit, body)
 
     def start_rows(self, visit: Any) -> None:
-        """Waits for the visit's windows and starts one copy a row."""
+        """Waits for the visit's windows and starts one copy a row; where tokens are in VMEM, the rows are there at once."""
         parity = jax.lax.rem(visit, 2)
 
         def wait(device: int, length: Any, row: Any, place: Any) -> None:
@@ -127,6 +127,11 @@ class Gather:
                 return self._scratch["token_window"][parity, device, at // LANES, 0, jax.lax.rem(at, LANES)]
 
             def one(index: Any, token: Any) -> None:
+                if self._config.resident:
+                    place = self._scratch["rows"].at[parity, pl.ds(row + index, 1)]
+                    place[...] = self._rows_in[pl.ds(token, 1)]
+                    self._note_factor(parity, device, offset + index, row + index, token)
+                    return
                 pltpu.make_async_copy(
                     self._rows_in.at[pl.ds(token, 1)],
                     self._scratch["rows"].at[parity, pl.ds(row + index, 1)],
@@ -149,6 +154,8 @@ class Gather:
             self._scratch["input_weight"][parity, pl.ds(row, 1)] = jnp.full((1, LANES), weight, jnp.float32)
 
     def wait_rows(self, visit: Any) -> None:
+        if self._config.resident:
+            return
         parity, count = jax.lax.rem(visit, 2), self._visits.field("num_rows", visit)
         rows = self._scratch["rows"].at[parity, pl.ds(0, count)]
         pltpu.make_async_copy(rows, rows, self._scratch["row_semaphores"].at[parity]).wait()

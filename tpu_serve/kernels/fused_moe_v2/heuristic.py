@@ -13,6 +13,9 @@ from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, item_bytes, r
 RING_SHARE = 0.55
 """Of VMEM, for mode D's ring: more would not help once three tiles are on their way."""
 
+RESIDENT_SHARE = 0.3
+"""Of VMEM, for mode G's tokens: what is left must hold the experts."""
+
 PUSH_DISPATCH_TOKENS = {"tpu7x": 1024}
 """Up to so many tokens, in-kernel pushes beat a gather by XLA; 2048 on other chips."""
 
@@ -50,7 +53,7 @@ def heuristic(problem: Problem, chip: Chip, mode: str | None = None) -> Config:
     if mode is None:
         mode = "D" if problem.group_tokens <= mode_d_tokens(problem, chip) else "G"
     reason: str | None = None
-    for config in _mode_d(problem) if mode == "D" else _mode_g(problem, chip):
+    for config in _mode_d(problem) if mode == "D" else _with_resident_tokens(problem, chip):
         reason = check(problem, config, chip)
         if reason is None and (config.mode == "G" or _ring_is_modest(problem, config, chip)):
             return config
@@ -68,6 +71,16 @@ def _mode_d(problem: Problem) -> Iterator[Config]:
     for slots in (3, 2):
         for width in tile_widths(problem):
             yield Config("D", width, slots)
+
+
+def _with_resident_tokens(problem: Problem, chip: Chip) -> Iterator[Config]:
+    """Mode G's configs, each with the tokens in VMEM first where they leave most of it free."""
+    for config in _mode_g(problem, chip):
+        resident = dataclasses.replace(config, resident=True)
+        tokens = vmem_bytes(problem, resident) - vmem_bytes(problem, config)
+        if tokens <= RESIDENT_SHARE * chip.vmem_bytes:
+            yield resident
+        yield config
 
 
 def _mode_g(problem: Problem, chip: Chip) -> Iterator[Config]:
@@ -98,19 +111,19 @@ def _mode_g(problem: Problem, chip: Chip) -> Iterator[Config]:
 
 
 def exchange(problem: Problem, chip: Chip) -> tuple[str, str]:
-    """Dispatch and combine of mode G."""
+    """Dispatch and combine of mode G.
+
+    Rows are pushed home rather than reduce-scattered: summing on the experts' device goes through every token of the group, most of which
+    have few experts there, and modelled schedules see that cost more than the links save.
+    """
     p = problem
-    narrow = item_bytes(p.combine_type) == 1
     if not p.sequence_parallel or p.num_devices == 1:
-        dispatch = "xla_ag"
-    elif p.num_devices >= 16 or p.top_k * 1.5 <= p.num_devices:
-        dispatch = "dedup_push"
-    elif p.group_tokens <= PUSH_DISPATCH_TOKENS.get(chip.name, 2048):
-        dispatch = "push_ag"
-    else:
-        dispatch = "xla_ag"
-    many = p.group_tokens > 4096 and p.num_devices <= 8 and p.top_k >= p.num_devices
-    return dispatch, "rs" if many and not narrow and p.num_devices > 1 else "push"
+        return "xla_ag", "push"
+    if p.num_devices >= 16 or p.top_k * 1.5 <= p.num_devices:
+        return "dedup_push", "push"
+    if p.group_tokens <= PUSH_DISPATCH_TOKENS.get(chip.name, 2048):
+        return "push_ag", "push"
+    return "xla_ag", "push"
 
 
 def candidates(problem: Problem, chip: Chip) -> Iterator[Config]:
@@ -136,4 +149,6 @@ def _all(p: Problem, dispatches: tuple[str, ...], combines: tuple[str, ...]) -> 
                 for multiple in (1, 2, 3, 4, 6, 8):
                     for dispatch in dispatches:
                         for combine in combines:
-                            yield Config("G", width, slots, tile_rows * multiple, tile_rows, dispatch, combine)
+                            config = Config("G", width, slots, tile_rows * multiple, tile_rows, dispatch, combine)
+                            yield config
+                            yield dataclasses.replace(config, resident=True)

@@ -116,6 +116,8 @@ def _unfit_g(p: Problem, c: Config) -> str | None:
         return f"dispatch {c.dispatch} needs sequence parallelism: otherwise every device has all tokens already"
     if c.combine == "rs" and p.combine_type in ROW_LIMITS:
         return f"combine rs sums on the way and cannot carry {p.combine_type}: a row's scale is its sender's"
+    if c.combine == "rs" and p.output_gather_dtype is not None:
+        return f"combine rs sums for every device at once: nothing is gathered that could travel as {p.output_gather_dtype}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -128,10 +129,20 @@ def encode_tokens(p: Problem, x: jax.Array) -> tuple[jax.Array, jax.Array | None
 
 
 def _everyone(call: Call, p: Problem, tree: Any) -> Any:
-    """Own arrays of every device, stacked on a new first axis."""
+    """Own arrays of every device, stacked on a new first axis. Arrays of 32 bits travel as one: a collective costs more than its bytes."""
     if p.num_devices == 1:
         return jax.tree.map(lambda array: array[None], tree)
-    return jax.tree.map(lambda array: jax.lax.all_gather(array, call.axis), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) == 1 or any(leaf.dtype.itemsize != 4 for leaf in leaves):
+        return jax.tree.map(lambda array: jax.lax.all_gather(array, call.axis), tree)
+    words = [jax.lax.bitcast_convert_type(leaf, jnp.int32).reshape(-1) for leaf in leaves]
+    gathered = jax.lax.all_gather(jnp.concatenate(words), call.axis)
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [
+        jax.lax.bitcast_convert_type(gathered[:, end - leaf.size : end].reshape(p.num_devices, *leaf.shape), leaf.dtype)
+        for leaf, end in zip(leaves, ends, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)
 
 
 def _mode_d(
@@ -158,11 +169,26 @@ def _mode_d(
     )  # fmt: skip
 
 
-def sorted_by_everyone(p: Problem, call: Call, expert_ids: jax.Array, routing_weights: jax.Array) -> tables.Sorted:
-    """Every device's sorted slots: own ones gathered, or all sorted here where every device has all tokens."""
+def sorted_by_everyone(
+    p: Problem, config: Config, call: Call, expert_ids: jax.Array, routing_weights: jax.Array
+) -> tables.Sorted:
+    """Every device's sorted slots: own ones gathered, or all sorted here where every device has all tokens.
+
+    With sequence parallelism, `weights` and `places` of other devices are only gathered where the config needs them, and else stand for own ones.
+    """
     if p.sequence_parallel:
-        me = jax.lax.axis_index(call.axis)
-        return _everyone(call, p, tables.sort_slots(p, me, expert_ids, routing_weights))
+        own = tables.sort_slots(p, jax.lax.axis_index(call.axis), expert_ids, routing_weights)
+        wanted = {"tokens", "counts"}
+        wanted |= {"weights"} if p.scale_on_input else set()
+        wanted |= {"places"} if config.dispatch == "dedup_push" or config.combine == "rs" else set()
+        fields = {name: getattr(own, name) for name in tables.Sorted.__dataclass_fields__}
+        shared = _everyone(call, p, {name: array for name, array in fields.items() if name in wanted})
+        kept = {
+            name: jnp.broadcast_to(array, (p.num_devices, *array.shape))
+            for name, array in fields.items()
+            if name not in wanted
+        }
+        return tables.Sorted(**shared, **kept)
     by_device = (p.num_devices, p.local_tokens, p.top_k)
     return jax.vmap(lambda device, ids, weights: tables.sort_slots(p, device, ids, weights))(
         jnp.arange(p.num_devices, dtype=jnp.int32), expert_ids.reshape(by_device), routing_weights.reshape(by_device)
@@ -174,7 +200,7 @@ def prepare(
 ) -> tuple[tables.Sorted, dict[str, jax.Array], dict[str, Any]]:
     """Everyone's sorted slots, and the tables and inputs that mode G's first stage needs (weights excepted)."""
     me = jax.lax.axis_index(call.axis)
-    everyone = sorted_by_everyone(p, call, expert_ids, routing_weights)
+    everyone = sorted_by_everyone(p, config, call, expert_ids, routing_weights)
     scalars = tables.kernel_tables(p, config, me, everyone)
     if config.dispatch == "dedup_push":
         scalars |= tables.dedup_runs(p, me, everyone)
@@ -237,7 +263,9 @@ def finish(
             jax.lax.dynamic_slice_in_dim(array, me * p.local_tokens, p.local_tokens)
             for array in (expert_ids, routing_weights)
         )
-    own = summed(jnp.where(own_ids < 0, -1, everyone.places[me]), own_weights, dtype)
+    # In float32 where the sums are rounded once more, to 8 bits on their way.
+    sums = F32 if not p.sequence_parallel and p.output_gather_type in ROW_LIMITS else dtype
+    own = summed(jnp.where(own_ids < 0, -1, everyone.places[me]), own_weights, sums)
     return own if p.sequence_parallel else _gathered(p, call, own)
 
 
@@ -272,9 +300,9 @@ def _gathered(p: Problem, call: Call, own: jax.Array) -> jax.Array:
     if p.num_devices == 1:
         return own
     if p.output_gather_type in ROW_LIMITS:
-        values, scale = tile.quantise_rows(own.astype(F32), p.output_gather_type)
+        values, scale = tile.quantise_rows(own, p.output_gather_type)
         rows, scales = _everyone(call, p, (values, scale))
-        own = (rows.astype(F32) * scales).astype(own.dtype)
+        own = (rows.astype(F32) * scales).astype(jnp.dtype(p.dtype))
     else:
         own = _everyone(call, p, own.astype(jnp.dtype(p.output_gather_type))).astype(own.dtype)
     return own.reshape(p.group_tokens, -1)

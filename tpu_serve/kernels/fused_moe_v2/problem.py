@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS, ITEM_BITS, Format
 
 LANES = 128
+LONG_INTERMEDIATE = 1024
 ROW_TILE = 1024
 """Elements to which rows are padded where they travel one by one: eight sublanes of 128 lanes."""
 
@@ -109,8 +110,13 @@ class Problem:
         return round_up(self.hidden, LANES)
 
     @property
+    def intermediate_multiple(self) -> int:
+        """Long ones are filled up further: 2880 as 23 times 128 could only be cut into tiles of 128 columns, or none."""
+        return LANES if self.intermediate <= LONG_INTERMEDIATE else 2 * LANES
+
+    @property
     def padded_intermediate(self) -> int:
-        return round_up(self.intermediate, LANES)
+        return round_up(self.intermediate, self.intermediate_multiple)
 
     @property
     def row_lanes(self) -> int:

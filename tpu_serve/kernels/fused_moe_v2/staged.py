@@ -35,7 +35,7 @@ def delivered_rows(problem: Problem, config: Config) -> int:
 def _outputs(problem: Problem, config: Config, stage: buffers.Stage) -> dict[str, jax.ShapeDtypeStruct]:
     p = problem
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
-    if stage != "second" and config.dispatch != "xla_ag":
+    if stage != "second" and config.dispatch != "xla_ag" and not config.resident:
         tokens = (p.group_tokens, p.row_lanes, LANES)
         outputs["tokens"] = jax.ShapeDtypeStruct(tokens, jnp.dtype(p.dispatch_type))
     if stage == "first":

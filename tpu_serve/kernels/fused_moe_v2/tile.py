@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS, Format
-from tpu_serve.kernels.fused_moe_v2.problem import LANES, Activation, PostNorm
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Activation, PostNorm, ceil_div, round_up
 
 F32 = jnp.float32
 
@@ -22,15 +22,17 @@ F32 = jnp.float32
 def quantise_rows(rows: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Rows f32[M, N] to 8 bits with a scale per row.
 
-    A row without a finite maximum above zero becomes zeros with scale 0: a reciprocal of such a maximum would spoil all of it anyway.
+    A row whose maximum is not finite, or too small for a scale that is a normal number, becomes zeros with scale 0: the reciprocal of such
+    a maximum would spoil all of it anyway.
 
     Returns:
       values dtype[M, N], scale f32[M, 1]; rows are about values * scale.
     """
     limit = ROW_LIMITS[dtype]
     peak = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-    usable = (peak > 0) & (peak < jnp.inf)
-    scale = jnp.where(usable, peak / limit, 0.0)
+    scale = peak / limit
+    usable = (scale >= jnp.finfo(F32).tiny) & (peak < jnp.inf)
+    scale = jnp.where(usable, scale, 0.0)
     values = jnp.where(usable, rows * jnp.where(usable, limit / peak, 0.0), 0.0)
     if dtype == "int8":
         return jnp.round(values).astype(jnp.int32).astype(jnp.int8), scale
@@ -66,7 +68,9 @@ def widened(values: jax.Array, scale: jax.Array | None, weights: Format) -> jax.
     if weights.block is None or weights.block >= LANES:
         return values.astype(dtype)
     assert scale is not None
-    rows = values.astype(F32).reshape(-1, weights.block, values.shape[1]) * scale[: len(values) // weights.block, None, :]
+    rows = (
+        values.astype(F32).reshape(-1, weights.block, values.shape[1]) * scale[: len(values) // weights.block, None, :]
+    )
     return rows.reshape(values.shape).astype(dtype)
 
 
@@ -123,21 +127,25 @@ MAX_PANEL = 1024
 
 
 def panel_columns(columns: int) -> int:
-    """Width of the panels into which so many columns are cut: the widest that divides them."""
-    return next(width for width in range(min(columns, MAX_PANEL), 0, -LANES) if columns % width == 0)
+    """Width of the panels into which so many columns are cut, all but the last, which may be narrower."""
+    panels = ceil_div(columns, MAX_PANEL)
+    return round_up(ceil_div(columns, panels), LANES)
 
 
 def _for_panels(columns: int, body: Any) -> None:
-    """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make programs that compile for minutes and spill."""
+    """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make programs that compile for minutes."""
     width = panel_columns(columns)
-    if width == columns:
-        body(pl.ds(0, width))
-        return
+    whole = columns // width
 
     def one(index: Any, _: None) -> None:
         body(pl.ds(pl.multiple_of(index * width, width), width))
 
-    jax.lax.fori_loop(0, columns // width, one, None)
+    if whole == 1:
+        body(pl.ds(0, width))
+    else:
+        jax.lax.fori_loop(0, whole, one, None)
+    if columns % width:
+        body(pl.ds(whole * width, columns % width))
 
 
 def inner(

@@ -55,7 +55,8 @@ class Fused:
     @property
     def padding(self) -> Mapping[str, int]:
         """Multiples to which axes of the expert weights are filled up when they are loaded."""
-        return MappingProxyType({"expert_hidden": LANES, "expert_inner": LANES})
+        multiple = self.problem(1, "bfloat16").intermediate_multiple
+        return MappingProxyType({"expert_hidden": LANES, "expert_inner": multiple})
 
     def problem(self, num_tokens: int, dtype: str) -> Problem:
         """What the kernel is asked for a step of so many tokens of that type."""
