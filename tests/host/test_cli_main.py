@@ -11,7 +11,7 @@ from tpu_serve.cli import main as cli
 from tpu_serve.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[], ["serve"], ["batch"], ["run-batch"], ["bench"], ["bench", "prefill"], ["bench", "decode"]]
+COMMANDS = [[], ["serve"], ["batch"], ["run-batch"], ["bench"], ["bench", "prefill"], ["bench", "decode"], ["convert"]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

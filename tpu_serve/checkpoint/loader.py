@@ -33,8 +33,8 @@ def load_params(
 ) -> Any:
     """The tree of `specs` as device arrays read from `folder`.
 
-    Each weight comes from the first of its sources whose tensors all exist. Everything that can be known from the files' headers
-    is checked before any value is read. On the host there is never more than one weight at a time.
+    Each weight comes from the first of its sources whose tensors all exist and have the shape that it names. Everything that can be
+    known from the files' headers is checked before any value is read. On the host there is never more than one weight at a time.
 
     Args:
       specs: nested dicts and lists of ParamSpec.
@@ -81,8 +81,9 @@ def _choose_sources(files: SafetensorsFolder, specs: Any, ignore: Sequence[str])
     for path, spec in iterate(specs):
         complete = [source for source in spec.sources if all(key in files for key in source.keys)]
         if complete:
-            chosen[path] = complete[0]
-            wanted.update(complete[0].keys)
+            # Two layouts may have names in common; where no shape fits, the first is the one to complain about.
+            chosen[path] = next((source for source in complete if _fits(files, source)), complete[0])
+            wanted.update(chosen[path].keys)
         else:
             # The layout that is nearly there is the one that was meant; the first is the most usual.
             nearest = min(
@@ -96,6 +97,10 @@ def _choose_sources(files: SafetensorsFolder, specs: Any, ignore: Sequence[str])
     if gaps or leftovers:
         raise ConfigError(_account(files, list(dict.fromkeys(gaps)), sorted(leftovers)))
     return chosen
+
+
+def _fits(files: SafetensorsFolder, source: Source) -> bool:
+    return source.shape is None or all(files.info(key)[1] == source.shape for key in source.keys)
 
 
 def _account(files: SafetensorsFolder, gaps: list[str], leftovers: list[str]) -> str:

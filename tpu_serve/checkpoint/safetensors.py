@@ -76,6 +76,22 @@ class SafetensorsFile:
             return np.empty(entry.shape, entry.dtype)
         return np.frombuffer(self._map, entry.dtype, count, entry.start).reshape(entry.shape)
 
+    def read_part(self, name: str, start: int, count: int) -> np.ndarray:
+        entry = self.entries[name]
+        buffer = np.empty(count * entry.dtype.itemsize, np.uint8)
+        missing = buffer.data
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(entry.start + start * entry.dtype.itemsize)
+                while missing:
+                    num_read = file.readinto(missing)
+                    if not num_read:
+                        raise ConfigError(f"{name} in {self.path} cannot be read: the file ends before it.")
+                    missing = missing[num_read:]
+        except OSError as error:
+            raise ConfigError(f"{name} in {self.path} cannot be read: {error.strerror}.") from None
+        return buffer.view(entry.dtype)
+
 
 def _parse(path: Path) -> Iterator[tuple[str, _Entry]]:
     """(name, entry) of every tensor in a file, in the order of the data."""
@@ -195,6 +211,14 @@ class SafetensorsFolder:
     def read(self, name: str) -> np.ndarray:
         """A tensor's values: a read-only view of the file."""
         return self._home[name].read(name)
+
+    def read_part(self, name: str, start: int, count: int) -> np.ndarray:
+        """A copy of the flat tensor's elements from `start` on. A view kills the process where the disk fails or the file shrinks; this does not.
+
+        Raises:
+          ConfigError: the file cannot be read there.
+        """
+        return self._home[name].read_part(name, start, count)
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:

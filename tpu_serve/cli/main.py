@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from tpu_serve import __version__
-from tpu_serve.cli import batch, bench, serve
+from tpu_serve.cli import batch, bench, convert, serve
 from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
 
 FAILED_TO_RUN = 2
 INTERRUPTED = 130
-COMMANDS = (serve, batch, bench)
+COMMANDS = (serve, batch, bench, convert)
 """Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
 
 

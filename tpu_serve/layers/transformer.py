@@ -68,13 +68,14 @@ def expert_specs(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     fused_prefix: str | None = None,
 ) -> dict[str, ParamSpec]:
-    """Experts in the canonical layout, from one 2-D tensor per expert and projection or from fused 3-D tensors.
+    """Experts in the canonical layout, from one 2-D tensor per expert and projection or from tensors that hold all experts.
 
-    The fused layout holds `gate_up_proj [E, 2I, H]`, gate rows first, and `down_proj [E, H, I]`.
+    Those are `gate_up_proj [E, 2I, H]`, gate rows first, and `down_proj [E, H, I]`; or `wo [E, I, H]` and `wi`, gate columns first, either
+    fused `[E, H, 2I]` or split `[2, E, H/2, 2I]`, which is the same memory.
 
     Args:
       names: of the gate, up and down projections of one expert.
-      fused_prefix: of the fused tensors, when it is not `prefix`.
+      fused_prefix: of `gate_up_proj` and `down_proj`, when it is not `prefix`.
     """
     num_experts, hidden, inner = config.num_experts, config.hidden, config.intermediate
     gate, up, down = names
@@ -85,6 +86,9 @@ def expert_specs(
 
     def split_gate_up(arrays: list[np.ndarray]) -> np.ndarray:
         return arrays[0].reshape(num_experts, 2, inner, hidden).swapaxes(2, 3)
+
+    def split_wi(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0].reshape(num_experts, hidden, 2, inner).swapaxes(1, 2)
 
     return {
         "gate_up": ParamSpec(
@@ -98,6 +102,8 @@ def expert_specs(
                     (inner, hidden),
                 ),
                 Source((f"{fused}.gate_up_proj",), split_gate_up, (num_experts, 2 * inner, hidden)),
+                Source((f"{prefix}.wi",), split_wi, (num_experts, hidden, 2 * inner)),
+                Source((f"{prefix}.wi",), split_wi, (2, num_experts, hidden // 2, 2 * inner)),
             ),
             scale=hidden**-0.5,
         ),
@@ -112,6 +118,7 @@ def expert_specs(
                     (hidden, inner),
                 ),
                 Source((f"{fused}.down_proj",), lambda arrays: arrays[0].swapaxes(1, 2), (num_experts, hidden, inner)),
+                Source((f"{prefix}.wo",), shape=(num_experts, inner, hidden)),
             ),
             scale=inner**-0.5,
         ),

@@ -290,7 +290,7 @@ def tolerance(problem: Problem, *, is_strict: bool) -> Errors:
     """What the kernel's result may differ by from `strict` or from `dense`."""
     form = problem.weights
     wires = {problem.dtype, problem.combine_type, problem.output_gather_type}
-    if problem.dispatch_type != form.activation:  # otherwise tokens are not rounded on their way, but for the product
+    if problem.dispatch_type != form.activation or form.group_scales:  # else tokens travel as they are multiplied
         wires.add(problem.dispatch_type)
     if form.quantises_rows:
         kind = "8-bit, strict" if is_strict else "8-bit, dense"
