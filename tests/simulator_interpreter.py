@@ -104,6 +104,8 @@ class _Semaphore(memory.Semaphore):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.unfinished = [0] * self.num_cores  # per core: copies queued or being moved that will signal it
+        self.signalled = [0] * self.num_cores  # per core: all that ever came, of which
+        self.consumed = [0] * self.num_cores  # so much was taken by waits that have returned
 
     def enqueue_task(self, task: Callable[[], None], global_core_id: int) -> None:
         def counted() -> None:
@@ -130,7 +132,9 @@ class _Semaphore(memory.Semaphore):
                 f"the signal at {_place(logging_info.source_info)} by device {signaller} goes to device {device}, from"
                 " which it has not heard: no barrier since entry"
             )
-        super().signal(inc, global_core_id, clock, logging_info=logging_info)
+        with self.cv:
+            self.signalled[int(global_core_id)] += int(inc)
+            super().signal(inc, global_core_id, clock, logging_info=logging_info)
 
     def wait(self, value: int, global_core_id: int, *, has_tasks: bool = False, logging_info: Any = None) -> None:
         source_info = getattr(logging_info, "source_info", None)
@@ -141,9 +145,11 @@ class _Semaphore(memory.Semaphore):
             return
         watch, core = _current_watch(), int(global_core_id)
         watch.progress += 1
-        watch.waits[core] = Wait(self, core, int(value), lambda: _place(source_info))
+        needed = self.consumed[core] + int(value)
+        watch.waits[core] = Wait(self, core, int(value), needed, lambda: _place(source_info))
         try:
             super().wait(value, core, has_tasks=has_tasks, logging_info=logging_info)
+            self.consumed[core] = needed
         finally:
             watch.progress += 1
             watch.waits.pop(core, None)

@@ -19,12 +19,16 @@ class Wait:
     semaphore: Any
     core: int
     value: int
+    needed: int  # of all that was ever signalled, for this wait to end
     place: Callable[[], str]  # looked up only when somebody asks
 
     def is_hopeless(self) -> bool:
-        """Whether only another core can end this wait."""
+        """Whether only another core can end this wait.
+
+        The semaphore's count does not say so: a wait that has taken its share and has not returned yet has left zero behind.
+        """
         with self.semaphore.cv:
-            return self.semaphore.count_by_core[self.core] < self.value and not self.semaphore.unfinished[self.core]
+            return self.semaphore.signalled[self.core] < self.needed and not self.semaphore.unfinished[self.core]
 
     def __str__(self) -> str:
         count = self.semaphore.count_by_core[self.core]

@@ -157,7 +157,6 @@ def mode_g(problem: Problem, config: Config, stage: Stage = "whole") -> dict[str
         "row_semaphores": semaphores(2),
         "done_sent": semaphores(2),
         "done_arrived": semaphores(),
-        "leave_semaphore": semaphores(space="regular"),
     }
     if stage != "second":
         windows = (2, p.num_devices, window_rows(config), 1, LANES)

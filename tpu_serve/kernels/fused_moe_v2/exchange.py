@@ -19,25 +19,17 @@ def device_id(axis: str, index: Any) -> dict[str | tuple[str, ...], Any]:
 
 
 def enter(axis: str, num_devices: int) -> None:
-    """Returns once every device of the group is inside the kernel: only then may its buffers be written from outside."""
+    """Returns once every device of the group is inside the kernel: only then may its buffers be written from outside.
+
+    Calls one after the other need nothing at their end, although signals carry no call number. Of D devices, the first that passes its n-th entry
+    has received D * n signals, and nobody has sent it more than n, because sending the next takes having passed; so all have entered n times.
+    """
     if num_devices == 1:
         return
     barrier = pltpu.get_barrier_semaphore()
     for index in range(num_devices):
         pl.semaphore_signal(barrier, 1, device_id=device_id(axis, index))
     pl.semaphore_wait(barrier, num_devices)
-
-
-def leave(axis: str, num_devices: int, semaphore: Any) -> None:
-    """Returns once every device of the group has come this far.
-
-    Without it a device that exchanged nothing could run ahead by a whole call, and its signals there be taken for this call's.
-    """
-    if num_devices == 1:
-        return
-    for index in range(num_devices):
-        pl.semaphore_signal(semaphore, 1, device_id=device_id(axis, index))
-    pl.semaphore_wait(semaphore, num_devices)
 
 
 def peer(axis: str, num_devices: int, distance: Any) -> Any:

@@ -6,7 +6,7 @@ from tpu_serve.device.chip import MIB, Chip
 from tpu_serve.kernels.fused_moe_v2 import buffers
 from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, MODES, Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
-from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, ceil_div, malformed
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, ceil_div, item_bytes, malformed
 
 VMEM_SHARE = 0.92
 """Of the chip's VMEM; the rest is left to the compiler."""
@@ -15,7 +15,9 @@ MAX_MODE_D_TOKENS = 1024
 """Beyond this the products of mode D no longer hide behind any chip's weight reads, and its unrolled code grows large."""
 
 SMEM_SHARE = 0.9
-# The compiler refuses single VMEM buffers whose slices cannot be addressed; none of ours comes near.
+
+MAX_ARRIVING_BYTES = 2**31
+"""How far a semaphore counts is not documented; bytes in a signed word are the least that it can be."""
 
 
 def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole") -> int:
@@ -108,6 +110,12 @@ def _unfit_g(p: Problem, c: Config) -> str | None:
         return f"block_rows {c.block_rows} must be a multiple of tile_rows {c.tile_rows}"
     if c.combine_tokens < 1 or c.combine_tokens % 16:
         return f"combine_tokens {c.combine_tokens} must be a multiple of 16"
+    arriving = p.local_tokens * p.top_k * p.row_lanes * LANES * item_bytes(p.combine_type)
+    if c.combine == "push" and p.num_devices > 1 and arriving >= MAX_ARRIVING_BYTES:
+        return (
+            f"{arriving / 2**30:.1f} GiB of rows come home to a device, counted by one semaphore that is trusted up to "
+            f"{MAX_ARRIVING_BYTES / 2**30:.0f} GiB; use combine rs or fewer tokens"
+        )
     if not 1 <= c.rounds <= p.num_devices:
         return f"rounds {c.rounds} must lie between 1 and the {p.num_devices} devices"
     if c.dispatch == "xla_ag" and c.rounds > 1:

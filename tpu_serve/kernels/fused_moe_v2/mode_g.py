@@ -71,7 +71,6 @@ class Body:
         jax.lax.fori_loop(0, visits.count, visit, None)
         source.drain()
         delivery.drain(visits.count)
-        exchange.leave(self.axis, self.problem.num_devices, scratch["leave_semaphore"])
 
     def _source(
         self, tables: dict[str, Any], inputs: dict[str, Any], outputs: dict[str, Any], scratch: dict[str, Any]

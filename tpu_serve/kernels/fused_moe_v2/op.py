@@ -50,7 +50,7 @@ def fused_moe_v2(
     """
     if (reason := check(problem, config, call.chip)) is not None:
         raise ValueError(reason)
-    _check_arrays(problem, x, expert_ids, weights, norm_weight)
+    check_arrays(problem, x, expert_ids, weights, norm_weight)
     p = problem
     num_rows = x.shape[0]
     x, expert_ids, routing_weights = normal_form(p, x, expert_ids, routing_weights)
@@ -63,11 +63,13 @@ def fused_moe_v2(
 def normal_form(
     p: Problem, x: Any, expert_ids: jax.Array, routing_weights: jax.Array
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """As many rows as the devices' shares together, and each expert once per token where that matters. x may be None.
+    """As many rows as the devices' shares together, -1 for every id that is no expert's, and each expert once per token where that matters.
+    x may be None.
 
     It matters where the input is scaled, and where a token could name the experts of a device more often than there are of them: then it
     would have more rows there than `legality.max_rows` makes room for.
     """
+    expert_ids = jnp.where((expert_ids >= 0) & (expert_ids < p.num_experts), expert_ids, -1)
     missing = p.group_tokens - len(expert_ids)
     if not p.sequence_parallel and missing:
         rows = ((0, missing), (0, 0))
@@ -84,9 +86,10 @@ def padded_norm(p: Problem, norm_weight: jax.Array) -> jax.Array:
     return jnp.pad(norm_weight, (0, p.padded_hidden - p.hidden))[None]
 
 
-def _check_arrays(
-    p: Problem, x: jax.Array, expert_ids: jax.Array, weights: ExpertWeights, norm_weight: jax.Array | None
+def check_arrays(
+    p: Problem, x: jax.Array | None, expert_ids: jax.Array, weights: ExpertWeights, norm_weight: jax.Array | None
 ) -> None:
+    """Raises: ValueError, naming the array whose shape or type is not what the problem asks for. x may be None."""
     rows = p.local_tokens if p.sequence_parallel else p.num_tokens
     num_blocks = p.weights.scale_rows(p.padded_hidden), p.weights.num_blocks(p.padded_intermediate)
     experts, hidden, intermediate = p.local_experts, p.padded_hidden, p.padded_intermediate
@@ -101,6 +104,8 @@ def _check_arrays(
         "down_bias": ((experts, 1, hidden), "float32") if p.down_bias else None,
         "norm_weight": ((p.hidden,), "float32") if p.post_norm else None,
     }
+    if x is None:
+        del expected["x"]
     given = {"x": x, "expert_ids": expert_ids, "norm_weight": norm_weight}
     for name, shape_and_type in expected.items():
         array = given[name] if name in given else getattr(weights, name)
