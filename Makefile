@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Tests that run at a time.
+WORKERS ?= 2
 
 # XLA's thread pools on a CPU must outnumber the simulated devices, or a collective may wait for a thread forever.
 export NPROC ?= 24
@@ -18,7 +20,7 @@ serve: $(VENV)/installed ## serve a model (the embedded one when ARGS names none
 	$(BIN)/python server.py $(ARGS)
 
 test: $(VENV)/installed-test ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-lint ## check format, style, types and who imports whom
 	$(BIN)/ruff format --check .
