@@ -74,8 +74,8 @@ EXCHANGE = {
         Config("G", 128, 2, block_rows=32, tile_rows=32, dispatch="dedup_push", rounds=2),
         ("uniform",),
     ),
-    "eight choices on eight devices": (
-        Problem(9, 16, 8, 128, 128, 8),
+    "eight choices on three devices": (
+        Problem(9, 16, 8, 128, 128, 3),
         Config("G", 128, 2, block_rows=32, tile_rows=32),
         ("skewed",),
     ),

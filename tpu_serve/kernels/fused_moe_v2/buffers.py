@@ -18,6 +18,9 @@ F32 = "float32"
 ROW_MULTIPLE = 32
 """Rows of a vector register of 8-bit values, the most of any type."""
 
+WIDENED_ROWS = 256
+"""Rows of a weight tile that are widened at a time."""
+
 Stage = Literal["whole", "first", "second"]
 FIRST = ("gate_up", "gate_up_scale", "gate_up_bias")
 SECOND = ("down", "down_scale", "down_bias")
@@ -34,13 +37,16 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of VMEM with the padding of vector registers: 128 lanes, and as many sublanes as make 32 bits of 8 rows."""
+        """Bytes of VMEM with the padding of vector registers: 128 lanes, and as many sublanes as make 32 bits of 8 rows.
+
+        Values of 4 bits are counted as bytes, as the compiler of libtpu 0.0.42 does.
+        """
         if self.space != "vmem":
             return 0
         *leading, rows, columns = (1, *self.shape) if len(self.shape) == 1 else self.shape
         bits = ITEM_BITS[self.dtype]
         rows = round_up(rows, 8 * 32 // bits) if rows > 1 else rows
-        return math.prod(leading) * rows * round_up(columns, LANES) * bits // 8
+        return math.prod(leading) * rows * round_up(columns, LANES) * max(bits, 8) // 8
 
 
 def leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Buffer]]:

@@ -27,6 +27,8 @@ def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole")
     rows = p.group_tokens if config.mode == "D" else config.tile_rows
     rows = buffers.round_up(rows, buffers.ROW_MULTIPLE)
     values = rows * (4 * config.tile_columns + 2 * p.padded_hidden) * 4
+    if p.weights.widens:
+        values += 2 * buffers.WIDENED_ROWS * max(config.tile_columns, p.padded_hidden) * 4
     return sum(buffer.num_bytes for _, buffer in buffers.leaves(tree)) + values + MIB
 
 

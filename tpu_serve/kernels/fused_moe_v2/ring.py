@@ -15,10 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.fused_moe_v2 import tile as math
-from tpu_serve.kernels.fused_moe_v2.buffers import FIRST
+from tpu_serve.kernels.fused_moe_v2.buffers import FIRST, WIDENED_ROWS
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import Format
-from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,30 @@ class Ring:
 
     def _widen(self, parts: dict[str, Any]) -> None:
         assert self._wide is not None
-        if "gate_up" in self._wide:
-            for half in range(2):
-                scale = parts["gate_up_scale"][half]
-                self._wide["gate_up"][half] = math.widened(parts["gate_up"][half], scale, self.shape.weights)
-        if "down" in self._wide:
-            scale = parts["down_scale"][:, 0, :]
-            self._wide["down"][...] = math.widened(parts["down"][...], scale, self.shape.weights)
+        weights = self.shape.weights
+        for field, wide in self._wide.items():
+            for at in [(0,), (1,)] if field == "gate_up" else [()]:
+                values, target = (reference.at[at] if at else reference for reference in (parts[field], wide))
+                scale = parts[f"{field}_scale"].at[at] if at else parts[f"{field}_scale"].at[:, 0]
+
+                def some(first: Any, count: int, values: Any = values, target: Any = target, scale: Any = scale) -> None:
+                    rows = pl.ds(first, count)
+                    blocks = None
+                    if weights.block is not None and weights.block < LANES:
+                        size = count // weights.block
+                        blocks = scale[pl.ds(pl.multiple_of(first // weights.block, size), size)]
+                    target[rows] = math.widened(values[rows], blocks, weights)
+
+                _for_rows(values.shape[0], some)
+
+
+def _for_rows(count: int, body: Any) -> None:
+    """body(first, rows) over so many rows, `WIDENED_ROWS` at a time: whole tiles in float32 would take more VMEM than their slots."""
+    whole = count // WIDENED_ROWS
+
+    def one(index: Any, _: None) -> None:
+        body(pl.multiple_of(index * WIDENED_ROWS, WIDENED_ROWS), WIDENED_ROWS)
+
+    jax.lax.fori_loop(0, whole, one, None)
+    if count % WIDENED_ROWS:
+        body(whole * WIDENED_ROWS, count % WIDENED_ROWS)
