@@ -148,7 +148,7 @@ def test_a_buffer_takes_whole_registers():
     assert Buffer((3, 5, 130), "float32").num_bytes == 3 * 8 * 256 * 4
     assert Buffer((3, 5, 130), "bfloat16").num_bytes == 3 * 16 * 256 * 2
     assert Buffer((3, 5, 130), "int8").num_bytes == 3 * 32 * 256
-    assert Buffer((64, 128), "float4_e2m1fn").num_bytes == 64 * 128 // 2
+    assert Buffer((64, 128), "float4_e2m1fn").num_bytes == 64 * 128, "the compiler gives 4-bit values a byte each"
     assert Buffer((3, 1, 130), "int8").num_bytes == 3 * 256  # a single row is not padded
     assert Buffer((130,), "float32").num_bytes == 256 * 4
     assert Buffer((4,), space="dma").num_bytes == Buffer((2, 128), space="smem").num_bytes == 0
@@ -245,3 +245,12 @@ def test_tables_that_do_not_fit_are_refused():
 def test_nothing_here_needs_jax():
     program = "import sys, tpu_serve.kernels.fused_moe_v2.legality; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_final_sum_must_fit_too():
+    layer = Problem(8192, 64, 8, 7168, 256, 2)  # more rows than VMEM holds: two steps of them are there at a time
+    config = Config("G", 256, 2, dispatch="xla_ag")
+    assert check(layer, config, TPU7X) is None
+    reason = check(layer, replace(config, combine_tokens=512), TPU7X)
+    assert reason == "the final sum of 512 tokens a step needs 185.0 MiB of VMEM; tpu7x has 64.0"
+    assert check(layer, replace(config, combine_tokens=512), TPU7X, "first") is None  # which sums nothing

@@ -16,13 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_serve.kernels.fused_moe_v2 import tile
 from tpu_serve.kernels.fused_moe_v2.buffers import Buffer
 from tpu_serve.kernels.fused_moe_v2.call import Call
+from tpu_serve.kernels.fused_moe_v2.legality import COMBINE_SHARE
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, round_up
 
 F32 = jnp.float32
-
-
-RESIDENT_SHARE = 0.6
-"""Of VMEM, up to which all rows that arrived are brought there whole, instead of one by one."""
 
 
 def _weighted_sum(slots: list[Any], row_of: Any, places: Any, weights: Any) -> jax.Array:
@@ -159,4 +156,4 @@ def is_resident(arrived: jax.Array, has_scale: bool, call: Call) -> bool:
     needed = (
         Buffer(arrived.shape, arrived.dtype.name).num_bytes + has_scale * Buffer((len(arrived), 1, LANES)).num_bytes
     )
-    return needed <= RESIDENT_SHARE * call.chip.vmem_bytes
+    return needed <= COMBINE_SHARE * call.chip.vmem_bytes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.config import Config
-from tpu_serve.kernels.fused_moe_v2.legality import check, vmem_bytes
+from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
+from tpu_serve.kernels.fused_moe_v2.legality import MAX_ARRIVING_BYTES, arriving_bytes, check, supports, vmem_bytes
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, item_bytes, round_up
 
 RING_SHARE = 0.55
@@ -50,10 +52,15 @@ def heuristic(problem: Problem, chip: Chip, mode: str | None = None) -> Config:
     Raises:
       ValueError: there is none; the message is the reason for the smallest one tried.
     """
-    if mode is None:
-        mode = "D" if problem.group_tokens <= mode_d_tokens(problem, chip) else "G"
-    reason: str | None = None
-    for config in _mode_d(problem) if mode == "D" else _with_resident_tokens(problem, chip):
+    reason = supports(problem, chip)
+    if reason is not None:  # before anything is looked up by the types that a chip has
+        raise ValueError(reason)
+    modes = [mode]
+    if mode is None:  # rows too long for mode D's sums may still be gathered
+        modes = ["D", "G"] if problem.group_tokens <= mode_d_tokens(problem, chip) else ["G"]
+    for config in itertools.chain.from_iterable(
+        _mode_d(problem) if one == "D" else _with_resident_tokens(problem, chip) for one in modes
+    ):
         reason = check(problem, config, chip)
         if reason is None and (config.mode == "G" or _ring_is_modest(problem, config, chip)):
             return config
@@ -107,23 +114,28 @@ def _mode_g(problem: Problem, chip: Chip) -> Iterator[Config]:
                     yield dataclasses.replace(
                         base, tile_columns=width, ring_slots=3, tile_rows=tile_rows, block_rows=block_rows
                     )
-        tile_rows //= 2
+        tile_rows = tile_rows // 2 // 32 * 32
 
 
 def exchange(problem: Problem, chip: Chip) -> tuple[str, str]:
     """Dispatch and combine of mode G.
 
     Rows are pushed home rather than reduce-scattered: summing on the experts' device goes through every token of the group, most of which
-    have few experts there, and modelled schedules see that cost more than the links save.
+    have few experts there, and modelled schedules see that cost more than the links save. What is more than pushes may bring home is summed
+    first, where the types allow it.
     """
     p = problem
+    combine = "push"
+    is_too_much = p.num_devices > 1 and arriving_bytes(p) >= MAX_ARRIVING_BYTES
+    if is_too_much and p.combine_type not in ROW_LIMITS and p.output_gather_dtype is None:
+        combine = "rs"
     if not p.sequence_parallel or p.num_devices == 1:
-        return "xla_ag", "push"
+        return "xla_ag", combine
     if p.num_devices >= 16 or p.top_k * 1.5 <= p.num_devices:
-        return "dedup_push", "push"
+        return "dedup_push", combine
     if p.group_tokens <= PUSH_DISPATCH_TOKENS.get(chip.name, 2048):
-        return "push_ag", "push"
-    return "xla_ag", "push"
+        return "push_ag", combine
+    return "xla_ag", combine
 
 
 def candidates(problem: Problem, chip: Chip) -> Iterator[Config]:

@@ -32,6 +32,32 @@ def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole")
     return sum(buffer.num_bytes for _, buffer in buffers.leaves(tree)) + values + MIB
 
 
+COMBINE_SHARE = 0.6
+"""Of VMEM, up to which the final sum brings all rows that arrived there whole, instead of one by one."""
+
+
+def delivered_rows(problem: Problem, config: Config) -> int:
+    """Rows of the buffer that finished rows are written into."""
+    return max_rows(problem) if config.combine == "rs" else problem.local_tokens * problem.top_k
+
+
+def combine_bytes(problem: Problem, config: Config, chip: Chip) -> tuple[int, int]:
+    """Bytes of VMEM and SMEM that mode G's final sum takes, in a kernel of its own."""
+    p, block = problem, config.combine_tokens
+    width = block * p.top_k
+
+    def held(rows: int) -> int:
+        scales = buffers.Buffer((rows, 1, LANES)).num_bytes if p.combine_type in ROW_LIMITS else 0
+        return buffers.Buffer((rows, p.row_lanes, LANES), p.combine_type).num_bytes + scales
+
+    rows = held(delivered_rows(p, config))
+    if rows > COMBINE_SHARE * chip.vmem_bytes:
+        rows = 2 * held(width)
+    sums = buffers.Buffer((block, p.row_lanes, LANES)).num_bytes
+    results = buffers.Buffer((3, block, p.padded_hidden)).num_bytes  # two windows of the output, and a flat value
+    return rows + sums + results + MIB, 2 * 3 * width * 4
+
+
 def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of SMEM: tables that are there for the whole call, and windows."""
     p = problem
@@ -51,6 +77,12 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 def max_rows(problem: Problem) -> int:
     """Most rows that a device's experts can receive."""
     return problem.group_tokens * min(problem.top_k, problem.local_experts)
+
+
+def arriving_bytes(problem: Problem) -> float:
+    """Most bytes of finished rows that pushes bring home to a device."""
+    p = problem
+    return p.local_tokens * p.top_k * p.row_lanes * LANES * item_bytes(p.combine_type)
 
 
 def max_visits(problem: Problem, config: Config) -> int:
@@ -112,7 +144,7 @@ def _unfit_g(p: Problem, c: Config) -> str | None:
         return f"block_rows {c.block_rows} must be a multiple of tile_rows {c.tile_rows}"
     if c.combine_tokens < 1 or c.combine_tokens % 16:
         return f"combine_tokens {c.combine_tokens} must be a multiple of 16"
-    arriving = p.local_tokens * p.top_k * p.row_lanes * LANES * item_bytes(p.combine_type)
+    arriving = arriving_bytes(p)
     if c.combine == "push" and p.num_devices > 1 and arriving >= MAX_ARRIVING_BYTES:
         return (
             f"{arriving / 2**30:.1f} GiB of rows come home to a device, counted by one semaphore that is trusted up to "
@@ -138,6 +170,12 @@ def _too_big(p: Problem, c: Config, chip: Chip, stage: buffers.Stage) -> str | N
             f"mode {c.mode} with tile_columns {c.tile_columns}, ring_slots {c.ring_slots}, block_rows {c.block_rows} needs "
             f"{needed / MIB:.1f} MiB of VMEM; {chip.name} has {had / MIB:.1f} MiB for it"
         )
+    if c.mode == "G" and stage != "first":
+        for name, needed, had in zip(
+            ("VMEM", "SMEM"), combine_bytes(p, c, chip), (chip.vmem_bytes, chip.smem_bytes), strict=True
+        ):
+            if needed > had * VMEM_SHARE:
+                return f"the final sum of {c.combine_tokens} tokens a step needs {needed / MIB:.1f} MiB of {name}; {chip.name} has {had / MIB:.1f}"
     needed, had = smem_bytes(p, c), int(chip.smem_bytes * SMEM_SHARE)
     if needed > had:
         return f"the tables need {needed / 1024:.0f} KiB of SMEM; {chip.name} has {had / 1024:.0f} KiB for them"

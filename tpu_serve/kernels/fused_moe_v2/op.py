@@ -38,7 +38,7 @@ def fused_moe_v2(
     Args:
       x: own tokens [T, H], or all tokens without sequence parallelism, in the problem's dtype.
       expert_ids: i32[T, K] over all experts; -1 for none. An expert named twice by a token counts with both weights.
-      routing_weights: f32[T, K].
+      routing_weights: f32[T, K]; 0 is as good as an id of -1.
       weights: the device's own experts, padded to `local_experts`, and H and I to multiples of 128.
       norm_weight: f32[H], for a problem with a post norm.
 
@@ -78,7 +78,8 @@ def normal_form(
         expert_ids = jnp.pad(expert_ids, rows, constant_values=-1)
     if p.scale_on_input or p.top_k > p.local_experts:
         expert_ids, routing_weights = merge_duplicates(expert_ids, routing_weights)
-    return x, expert_ids, routing_weights
+    # A choice of weight 0 is none in every mode: 0 times a row that overflowed is NaN, and a biased expert makes something of an input of 0.
+    return x, jnp.where(routing_weights == 0, -1, expert_ids), routing_weights
 
 
 def padded_norm(p: Problem, norm_weight: jax.Array) -> jax.Array:

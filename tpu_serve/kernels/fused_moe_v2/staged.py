@@ -14,7 +14,7 @@ from tpu_serve.kernels.fused_moe_v2 import buffers
 from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
-from tpu_serve.kernels.fused_moe_v2.legality import max_rows, max_visits
+from tpu_serve.kernels.fused_moe_v2.legality import delivered_rows, max_visits
 from tpu_serve.kernels.fused_moe_v2.mode_g import Body
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem
 from tpu_serve.kernels.fused_moe_v2.ring import TileShape
@@ -25,11 +25,6 @@ _IDS = {
     "first": CollectiveId.FUSED_MOE_FIRST,
     "second": CollectiveId.FUSED_MOE_SECOND,
 }
-
-
-def delivered_rows(problem: Problem, config: Config) -> int:
-    """Rows of the buffer that finished rows are written into."""
-    return max_rows(problem) if config.combine == "rs" else problem.local_tokens * problem.top_k
 
 
 def _outputs(problem: Problem, config: Config, stage: buffers.Stage) -> dict[str, jax.ShapeDtypeStruct]:
