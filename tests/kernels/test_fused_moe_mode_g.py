@@ -3,6 +3,7 @@
 import pytest
 from fused_moe_driver import check
 
+from tpu_serve.kernels.fused_moe_v2 import combine
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 
@@ -145,6 +146,38 @@ ROWS = {
     ),
 }
 
+# All tokens of the group in VMEM: rows are gathered by loads.
+RESIDENT = {
+    "pushed in rounds": (
+        Problem(14, 5, 3, 200, 256, 2, dispatch_dtype="int8", scale_on_input=True),
+        Config("G", 128, 2, block_rows=32, tile_rows=32, dispatch="push_ag", rounds=2, resident=True),
+        ("duplicates", "padding", "nothing"),
+    ),
+    "pushed where wanted": (
+        Problem(13, 7, 2, 128, 256, 3, down_bias=True),
+        Config("G", 128, 3, block_rows=32, tile_rows=32, dispatch="dedup_push", resident=True),
+        ("uniform", "idle device"),
+    ),
+    "all tokens everywhere": (
+        Problem(40, 4, 2, 128, 256, 2, sequence_parallel=False),
+        Config("G", 128, 2, block_rows=32, tile_rows=32, resident=True),
+        ("one expert",),
+    ),
+}
+# Too many rows for VMEM: the final sum reads them one by one.
+STREAMED = {
+    "8 bits": (
+        Problem(21, 5, 3, 128, 128, 2, combine_dtype="float8_e4m3fn"),
+        Config("G", 128, 2, block_rows=32, tile_rows=32),
+        ("partial", "nothing"),
+    ),
+    "summed and scattered": (
+        Problem(40, 4, 2, 128, 128, 2),
+        Config("G", 128, 2, block_rows=32, tile_rows=32, combine="rs"),
+        ("uniform",),
+    ),
+}
+
 
 @pytest.mark.parametrize("name", RING)
 def test_ring_and_visits(name):
@@ -164,3 +197,14 @@ def test_all_tokens_on_every_device(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_what_travels_with_a_row(name):
     check(*ROWS[name])
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_tokens_in_vmem(name):
+    check(*RESIDENT[name])
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_the_final_sum_reads_rows_from_hbm(name, monkeypatch):
+    monkeypatch.setattr(combine, "is_resident", lambda *given: False)
+    check(*STREAMED[name])
