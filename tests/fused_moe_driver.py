@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from simulator import Mode, Simulation
 
 from tpu_serve.device.chip import cpu_chip
-from tpu_serve.kernels.fused_moe_v2 import reference
+from tpu_serve.kernels.fused_moe_v2 import reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
@@ -104,13 +104,13 @@ def references(problem: Problem, config: Config, inputs: Inputs) -> dict[str, np
     return {"strict": strict, "dense": reference.dense(problem, *inputs.arguments)}
 
 
-def limits(problem: Problem, name: str) -> reference.Errors:
+def limits(problem: Problem, name: str) -> tolerance.Errors:
     """What a result may differ by from a reference. `dense` rounds nothing, so one 8-bit wire costs as much as 8-bit products do."""
-    accepted = reference.tolerance(problem, is_strict=name == "strict")
+    accepted = tolerance.tolerance(problem, is_strict=name == "strict")
     if name == "strict" or ROW_LIMITS.keys().isdisjoint(_wires(problem)):
         return accepted
-    rows, wire = reference.TOLERANCES["8-bit, dense"], reference.TOLERANCES["8-bit wire"]
-    return reference.Errors(rows.max_error, rows.relative_l2 + wire.relative_l2, rows.cosine)
+    rows, wire = tolerance.TOLERANCES["8-bit, dense"], tolerance.TOLERANCES["8-bit wire"]
+    return tolerance.Errors(rows.max_error, rows.relative_l2 + wire.relative_l2, rows.cosine)
 
 
 def _wires(problem: Problem) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def compare(
     """Assert that a result is as near to the references as the format allows."""
     expected = references(problem, config, inputs)
     for name in names:
-        found, accepted = reference.errors(result, expected[name]), limits(problem, name)
+        found, accepted = tolerance.errors(result, expected[name]), limits(problem, name)
         assert found.within(accepted), f"{what}: {found} of {name}, accepted {accepted}"
 
 

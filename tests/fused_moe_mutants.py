@@ -31,6 +31,7 @@ from tpu_serve.kernels.fused_moe_v2 import (
     ring,
     tables,
     tile,
+    tolerance,
 )
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import Config
@@ -156,11 +157,11 @@ def expected(case: Case, seed: int = 0) -> np.ndarray:
     return reference.strict(case.problem, *inputs.arguments, tile_columns=config.tile_columns, mode=config.mode)
 
 
-def wrong(case: Case, output: Any, seed: int = 0) -> reference.Errors | None:
+def wrong(case: Case, output: Any, seed: int = 0) -> tolerance.Errors | None:
     """The errors of a result that is further from the reference than it may be."""
     result = np.asarray(output)[: case.problem.num_tokens]
-    found = reference.errors(result, expected(case, seed))
-    return None if found.within(reference.tolerance(case.problem, is_strict=True)) else found
+    found = tolerance.errors(result, expected(case, seed))
+    return None if found.within(tolerance.tolerance(case.problem, is_strict=True)) else found
 
 
 @dataclass(frozen=True)

@@ -9,59 +9,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
+
+from tpu_serve.option import ConfigError, check_at_least, check_choices, check_types, option
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded" / "tiny-chat"
 """The model that is used when none is named."""
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot work. The message holds the number that did not fit and the option that would."""
-
-
-def option(
-    default: Any, help: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = (), metavar: str = ""
-) -> Any:
-    """A dataclass field that the command line can show: `aliases` are further flag names, spelled as flags."""
-    metadata = {"help": help, "aliases": aliases, "choices": choices, "metavar": metavar}
-    if isinstance(default, dict | list):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def _check_choices(part: Any) -> None:
-    for item in dataclasses.fields(part):
-        choices = item.metadata.get("choices")
-        if choices and getattr(part, item.name) not in choices:
-            raise ConfigError(
-                f"--{item.name.replace('_', '-')} must be one of {', '.join(choices)}, got {getattr(part, item.name)!r}."
-            )
-
-
-def _check_types(part: Any) -> None:
-    """Python callers bring values of any type; the command line has parsed its own."""
-    for name, hint in get_type_hints(type(part)).items():
-        value = getattr(part, name)
-        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
-        if float in kinds:
-            kinds.append(int)
-        # bool is an int to isinstance, never to an option.
-        if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be of type {hint if isinstance(hint, UnionType) else hint.__name__}, got {value!r}."
-            )
-
-
-def _check_at_least(part: Any, minimum: int, *names: str) -> None:
-    for name in names:
-        value = getattr(part, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}.")
+__all__ = [
+    "EMBEDDED_MODEL", "CacheOptions", "CompileOptions", "ConfigError", "EngineConfig", "ModelOptions", "ParallelOptions", "SchedulerOptions",
+    "ServerConfig", "engine_options",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,9 +60,9 @@ class ModelOptions:
     seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_choices(self)
-        _check_at_least(self, 2, "max_model_len")
+        check_types(self)
+        check_choices(self)
+        check_at_least(self, 2, "max_model_len")
 
     @property
     def source(self) -> str:
@@ -137,9 +98,9 @@ class CacheOptions:
     enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_at_least(self, 1, "page_size", "kv_cache_memory_bytes")
-        _check_at_least(self, 2, "num_pages")
+        check_types(self)
+        check_at_least(self, 1, "page_size", "kv_cache_memory_bytes")
+        check_at_least(self, 2, "num_pages")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}.")
         if not 0 < self.device_memory_utilization <= 1:
@@ -163,8 +124,8 @@ class SchedulerOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
+        check_types(self)
+        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
 
 
 @dataclass(frozen=True)
@@ -182,8 +143,8 @@ class ParallelOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_at_least(self, 1, "tensor_parallel_size")
+        check_types(self)
+        check_at_least(self, 1, "tensor_parallel_size")
         if self.tensor_parallel_size > 1 and not self.enable_expert_parallel:
             raise ConfigError(
                 f"--no-enable-expert-parallel cannot be used with --tensor-parallel-size {self.tensor_parallel_size}: splitting "
@@ -216,7 +177,7 @@ class CompileOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         if list(self.token_buckets) != sorted(set(self.token_buckets)) or any(n < 1 for n in self.token_buckets):
             raise ConfigError(
                 f"--token-buckets must be positive and rising, got {' '.join(map(str, self.token_buckets))}."
@@ -313,8 +274,8 @@ class ServerConfig:
     enable_log_requests: bool = option(False, "log every request's id, sizes and outcome (never its text)")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_at_least(self, 1, "max_request_bytes")
+        check_choices(self)
+        check_at_least(self, 1, "max_request_bytes")
         if "" in self.api_key:
             raise ConfigError("--api-key must not be empty: everyone could send that key.")
         if not all(self.served_model_name):
@@ -330,18 +291,3 @@ class ServerConfig:
     def api_keys(self) -> frozenset[str]:
         from_environment = os.environ.get("TPU_SERVE_API_KEY")
         return frozenset(self.api_key) | (frozenset([from_environment]) if from_environment else frozenset())
-
-
-_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_count(text: str) -> int:
-    """Reads `4096`, `32k`, `1m` or `2g` (binary multiples).
-
-    Raises:
-      ConfigError: the text is not such a number.
-    """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower(), re.ASCII)
-    if not match:
-        raise ConfigError(f"{text!r} is not a number such as 4096, 32k or 2g.")
-    return int(float(match[1]) * _SUFFIXES[match[2]])

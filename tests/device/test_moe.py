@@ -102,12 +102,12 @@ def test_routing(renormalise):
 def test_choice_of_backend_is_logged_and_refusal_has_a_reason(caplog, monkeypatch):
     config = MoEConfig(4, 2, HIDDEN, INNER, True)
     caplog.set_level("INFO")
-    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE).name == "ragged"
-    assert choose_backend("auto", config, TPU_CHIPS["v6e"], ONE_DEVICE) == Ragged(chip_is_tpu=True)
-    assert choose_backend("dense", config, cpu_chip(), ONE_DEVICE).name == "dense"
+    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE, "float32").name == "ragged"
+    assert choose_backend("auto", config, TPU_CHIPS["v6e"], ONE_DEVICE, "float32") == Ragged(chip_is_tpu=True)
+    assert choose_backend("dense", config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
     assert "ragged (the fastest that supports this layer)" in caplog.text
     monkeypatch.setattr(Ragged, "supports", lambda self, config, chip: "it is Sunday")
-    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE).name == "dense"
+    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
     assert "MoE backend ragged cannot run: it is Sunday" in caplog.text
     with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: it is Sunday"):
-        choose_backend("ragged", config, cpu_chip(), ONE_DEVICE)
+        choose_backend("ragged", config, cpu_chip(), ONE_DEVICE, "float32")

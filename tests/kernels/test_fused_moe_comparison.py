@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_serve.device.chip import TPU_CHIPS
-from tpu_serve.kernels.fused_moe_v2 import cases, reference
+from tpu_serve.kernels.fused_moe_v2 import cases, reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.problem import PostNorm, Problem, malformed
 from tpu_serve.kernels.fused_moe_v2.quantise import dequantise
@@ -19,23 +19,23 @@ SMALL = Problem(12, 6, 3, 40, 24, num_devices=4, format="float32", dtype="float3
 
 
 def test_errors_by_hand() -> None:
-    found = reference.errors(np.array([3.0, 4.5]), np.array([3.0, 4.0]))
+    found = tolerance.errors(np.array([3.0, 4.5]), np.array([3.0, 4.0]))
     assert found == pytest.approx((0.5 / 4, 0.5 / 5, (9 + 18) / (5 * math.hypot(3, 4.5))))
-    assert reference.errors(np.zeros(2), np.zeros(2)) == (0, 0, 1)
-    assert reference.errors(np.ones(2), np.zeros(2))[:2] == (math.inf, math.inf)
-    assert reference.errors(-np.ones(2), np.ones(2)).cosine == pytest.approx(-1)
-    assert reference.errors(np.zeros(2), np.ones(2)) == (1, 1, 0)
+    assert tolerance.errors(np.zeros(2), np.zeros(2)) == (0, 0, 1)
+    assert tolerance.errors(np.ones(2), np.zeros(2))[:2] == (math.inf, math.inf)
+    assert tolerance.errors(-np.ones(2), np.ones(2)).cosine == pytest.approx(-1)
+    assert tolerance.errors(np.zeros(2), np.ones(2)) == (1, 1, 0)
     for bad in (np.nan, np.inf):
-        assert not reference.errors(np.array([bad, 1.0]), np.ones(2)).within(reference.TOLERANCES["8-bit, dense"])
+        assert not tolerance.errors(np.array([bad, 1.0]), np.ones(2)).within(tolerance.TOLERANCES["8-bit, dense"])
     with pytest.raises(ValueError, match="shape"):
-        reference.errors(np.zeros(2), np.zeros((2, 1)))
+        tolerance.errors(np.zeros(2), np.zeros((2, 1)))
 
 
 def test_each_limit_counts() -> None:
-    limits = reference.Errors(0.1, 0.1, 0.9)
-    assert reference.Errors(0.1, 0.1, 0.9).within(limits)
+    limits = tolerance.Errors(0.1, 0.1, 0.9)
+    assert tolerance.Errors(0.1, 0.1, 0.9).within(limits)
     for name, value in (("max_error", 0.2), ("relative_l2", 0.2), ("cosine", 0.8)):
-        assert not reference.Errors(0.1, 0.1, 0.9)._replace(**{name: value}).within(limits)
+        assert not tolerance.Errors(0.1, 0.1, 0.9)._replace(**{name: value}).within(limits)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_each_limit_counts() -> None:
 def test_tolerance_follows_format_and_wires(
     changes: dict[str, Any], is_strict: bool, expected: tuple[float, ...]
 ) -> None:
-    assert reference.tolerance(replace(SMALL, **changes), is_strict=is_strict) == pytest.approx(expected)
+    assert tolerance.tolerance(replace(SMALL, **changes), is_strict=is_strict) == pytest.approx(expected)
 
 
 # Inputs and cases.

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 from simulator import Simulation, delayed
 
 from tpu_serve.device.chip import cpu_chip
-from tpu_serve.kernels.fused_moe_v2 import op, reference, tables
+from tpu_serve.kernels.fused_moe_v2 import op, reference, tolerance, tables
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, Config
-from tpu_serve.kernels.fused_moe_v2.legality import max_rows
+from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 
 LONGEST_DELAY = 0.3  # seconds; an undelayed device is through its part of these kernels sooner
@@ -99,7 +99,7 @@ def test_a_layer_takes_nothing_from_the_one_before(config):
     for delays in ([0.0, 0.0], [0.0, LONGEST_DELAY], [LONGEST_DELAY, 0.0]):
         seconds[:] = delays
         for output in simulation.run(inputs[0].x, stacked):
-            assert reference.errors(output, expected).within(reference.TOLERANCES["float32"])
+            assert tolerance.errors(output, expected).within(tolerance.TOLERANCES["float32"])
 
 
 # Bytes: what is sent to a device is what it waits for.

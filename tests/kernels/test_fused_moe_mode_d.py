@@ -62,7 +62,7 @@ CASES = {
         ("idle device", "padding"),
     ),
     "scale on input": (
-        Problem(14, 6, 3, 256, 256, 2, scale_on_input=True),
+        Problem(14, 6, 3, 256, 256, 2, scale_on_input=True, gate_up_bias=True, down_bias=True),
         Config("D", 128, 2),
         ("duplicates", "partial"),
     ),

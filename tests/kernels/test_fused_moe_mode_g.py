@@ -206,5 +206,5 @@ def test_tokens_in_vmem(name):
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_the_final_sum_reads_rows_from_hbm(name, monkeypatch):
-    monkeypatch.setattr(combine, "is_resident", lambda *given: False)
+    monkeypatch.setattr(combine, "combine_is_resident", lambda *given: False)
     check(*STREAMED[name])

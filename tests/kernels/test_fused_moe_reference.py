@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tpu_serve.device.experts import ExpertWeights
-from tpu_serve.kernels.fused_moe_v2 import reference
+from tpu_serve.kernels.fused_moe_v2 import reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 from tpu_serve.kernels.fused_moe_v2.quantise import dequantise, quantise
@@ -228,8 +228,8 @@ def test_strict_tends_to_dense_as_precision_grows() -> None:
         problem = Problem(32, 8, 2, 256, 256, num_devices=2, format=name, dtype="float32")
         inputs = fused_moe_inputs.make(problem)
         exact = reference.dense(problem, *inputs.arguments)
-        found = reference.errors(reference.strict(problem, *inputs.arguments, tile_columns=128), exact)
-        assert found.within(reference.tolerance(problem, is_strict=False)), (name, found)
+        found = tolerance.errors(reference.strict(problem, *inputs.arguments, tile_columns=128), exact)
+        assert found.within(tolerance.tolerance(problem, is_strict=False)), (name, found)
         distance[name] = found.relative_l2
     assert distance["float32"] < 1e-6 < 1e-3 < distance["bfloat16"]
     assert 2 * distance["bfloat16"] < distance["int8_channel"]
@@ -365,9 +365,9 @@ def test_mode_g_rounds_rows_before_they_are_weighted() -> None:
 def test_eight_bit_results_have_a_scale_per_row() -> None:
     for mode in "DG":
         problem = replace(WIRED, format="float32", combine_dtype="int8")
-        error = reference.errors(strict_of(problem, mode), strict_of(replace(problem, combine_dtype=None), mode))
+        error = tolerance.errors(strict_of(problem, mode), strict_of(replace(problem, combine_dtype=None), mode))
         assert 3e-3 < error.relative_l2 < 2e-2
-        assert error.within(reference.TOLERANCES["8-bit wire"])
+        assert error.within(tolerance.TOLERANCES["8-bit wire"])
 
 
 def test_finished_rows_are_gathered_in_their_own_type_and_rounded_to_the_problems() -> None:

@@ -10,7 +10,7 @@ from fused_moe_driver import Layer, compare, on_devices, padded_arguments
 from fused_moe_inputs import Inputs, make
 
 from tpu_serve.device.chip import TPU_CHIPS
-from tpu_serve.kernels.fused_moe_v2 import reference
+from tpu_serve.kernels.fused_moe_v2 import reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
@@ -84,8 +84,8 @@ def test_devices_mode_and_schedule_do_not_matter():
         (result,) = Layer(problem, config).run(inputs, ("on_wait",))
         first = result if first is None else first
         compare(problem, config, inputs, result, f"{num_devices} devices, {config}")
-        found = reference.errors(result, first)
-        assert found.within(reference.TOLERANCES["float32"]), f"{num_devices} devices, {config}: {found}"
+        found = tolerance.errors(result, first)
+        assert found.within(tolerance.TOLERANCES["float32"]), f"{num_devices} devices, {config}: {found}"
 
 
 def test_routing_weights_keep_their_32_bits():
@@ -98,7 +98,7 @@ def test_routing_weights_keep_their_32_bits():
         inputs = replace(inputs, weights=weights, routing_weights=shares, expert_ids=np.tile(np.int32([0, 1]), (4, 1)))
         alone = replace(inputs, routing_weights=np.tile(np.float32([0.0009765625, 0]), (4, 1)))
         (result,) = Layer(problem, config).run(inputs, ("eager",))
-        found = reference.errors(result, reference.dense(problem, *alone.arguments))
+        found = tolerance.errors(result, reference.dense(problem, *alone.arguments))
         assert found.relative_l2 < 1e-3, (config, found)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from simulator import simulate
 
 from tpu_serve.device.chip import cpu_chip
-from tpu_serve.kernels.fused_moe_v2 import reference
+from tpu_serve.kernels.fused_moe_v2 import reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.entries import ag_gmm1, gmm2_push
@@ -118,8 +118,8 @@ def _check_inner(p: Problem, config: Config, inputs: Inputs, rows: np.ndarray) -
             found.append(rows[device, number, : len(visit.slots), : p.intermediate])
             expected.append(expected_inner(p, config, inputs, visit.expert, visit.slots))
         assert len(visits) <= max_visits(p, config) == rows.shape[1]
-    errors = reference.errors(np.concatenate(found), np.concatenate(expected))
-    assert errors.within(reference.tolerance(p, is_strict=True)), errors
+    errors = tolerance.errors(np.concatenate(found), np.concatenate(expected))
+    assert errors.within(tolerance.tolerance(p, is_strict=True)), errors
 
 
 def test_the_second_half_takes_any_rows():
@@ -152,8 +152,8 @@ def test_the_second_half_takes_any_rows():
         )(inner_rows, *arguments)  # fmt: skip
 
     for output in simulate(program, given.astype(inputs.x.dtype), *padded_arguments(p, inputs)):
-        errors = reference.errors(tokens_of(p, output), result)
-        assert errors.within(reference.tolerance(p, is_strict=True)), errors
+        errors = tolerance.errors(tokens_of(p, output), result)
+        assert errors.within(tolerance.tolerance(p, is_strict=True)), errors
 
 
 def test_only_mode_g_has_halves():

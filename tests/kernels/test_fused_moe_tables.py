@@ -16,7 +16,8 @@ from tpu_serve.device.chip import TPU_CHIPS
 from tpu_serve.kernels.fused_moe_v2 import tables
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.gather import Visits
-from tpu_serve.kernels.fused_moe_v2.legality import check, max_rows, max_visits, smem_bytes
+from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
+from tpu_serve.kernels.fused_moe_v2.legality import check, max_visits, smem_bytes
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 
 SMALL = Config("G", 128, 2, block_rows=32, tile_rows=32)

@@ -27,11 +27,6 @@ from tpu_serve.kernels.fused_moe_v2.problem import Problem
 AXIS = "model"
 
 
-def problem_of(workload: str, num_tokens: int, num_devices: int, format: str, options: Mapping[str, Any]) -> Problem:
-    """A workload's layer; `options` replaces fields of the problem."""
-    return dataclasses.replace(WORKLOADS[workload].problem(num_tokens, num_devices, format), **options)
-
-
 def config_of(problem: Problem, chip: Chip, changes: Mapping[str, Any]) -> Config:
     """The heuristic's config, for the mode that `changes` may name, with the other fields that it names replaced.
 
@@ -132,11 +127,10 @@ def program(
     workload: str,
     num_tokens: int,
     format: str,
-    options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Program:
     """A target of `bench.compiled.report`."""
-    p = problem_of(workload, num_tokens, len(devices), format, options or {})
+    p = WORKLOADS[workload].problem(num_tokens, len(devices), format)
     chosen = config_of(p, TPU_CHIPS[chip], config or {})
     function, arguments = layer(p, chosen, TPU_CHIPS[chip], devices)
     least = bound(p, TPU_CHIPS[chip])

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tpu_serve.config import ConfigError, parse_count
+from tpu_serve.config import ConfigError
+from tpu_serve.option import parse_count
 
 LAYOUTS = ("per-expert", "fused", "split")
 _SHARD_SIZE = "5g"

@@ -13,7 +13,8 @@ import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tpu_serve.config import ConfigError, EngineConfig, ServerConfig, engine_options, parse_count
+from tpu_serve.config import ConfigError, EngineConfig, ServerConfig, engine_options
+from tpu_serve.option import parse_count
 
 SIZES = frozenset({"max_model_len", "kv_cache_memory_bytes", "max_request_bytes"})
 """Options that take suffixes, as in 32k."""

@@ -58,8 +58,10 @@ class Chip:
         return self.name != "cpu"
 
 
-# Memory and links: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version (a tpu7x chip is two
-# devices). Memory rates, peak operations, VMEM and SMEM: `pltpu.get_tpu_info_for_chip` of JAX 0.10.2, times two cores for v5p.
+# Memory: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm (a tpu7x chip is two devices). Memory rates, peak operations, VMEM
+# and SMEM: `pltpu.get_tpu_info_for_chip` of JAX 0.10.2, times two cores for v5p; there is no figure for float32 products, which are taken at a
+# quarter of bfloat16's. Links one way: https://jax-ml.github.io/scaling-book/tpus for v5e and v5p; for v6e and tpu7x what the pages of the
+# versions give for a chip, over its links and both directions.
 TPU_CHIPS = {
     chip.name: chip
     for chip in (
@@ -77,7 +79,7 @@ TPU_CHIPS = {
             vmem_bytes=64 * MIB,
             hbm_bytes_per_second=2.46e12,
             peak_ops={"float32": 1.15e14, "bfloat16": 4.59e14, "int8": 9.18e14},
-            link_bytes_per_second=1e11,
+            link_bytes_per_second=9e10,
             num_links=6,
         ),
         Chip(
@@ -102,6 +104,26 @@ TPU_CHIPS = {
         ),
     )
 }
+_FLAT_SLICES: dict[int, tuple[int, ...]] = {
+    1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8),
+}  # fmt: skip
+_SOLID_SLICES: dict[int, tuple[int, ...]] = {
+    1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4),
+}  # fmt: skip
+
+
+def slice_sizes(chip: Chip) -> list[int]:
+    """Numbers of JAX devices of which there are slices."""
+    slices = _SOLID_SLICES if chip.num_links == 6 else _FLAT_SLICES
+    return sorted({1, *(chips * chip.devices_per_chip for chips in slices)})
+
+
+def slice_grid(chip: Chip, num_devices: int) -> tuple[int, ...] | None:
+    """Chips along each axis of the slice that holds so many JAX devices, None where there is none. One device may be part of a chip."""
+    slices = _SOLID_SLICES if chip.num_links == 6 else _FLAT_SLICES
+    return slices[max(1, num_devices // chip.devices_per_chip)] if num_devices in slice_sizes(chip) else None
+
+
 # `device_kind` as JAX reports it.
 _KINDS = {
     "TPU v5 lite": "v5e",

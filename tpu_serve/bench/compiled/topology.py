@@ -14,7 +14,7 @@ import jax
 from jax.experimental import topologies
 
 from tpu_serve.config import ConfigError
-from tpu_serve.device.chip import TPU_CHIPS
+from tpu_serve.device.chip import TPU_CHIPS, slice_grid, slice_sizes
 
 # libtpu looks for a TPU, a metadata server and a lock of its own unless told that there is nothing to find.
 ENVIRONMENT = {
@@ -24,17 +24,6 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-_FLAT: dict[int, tuple[int, ...]] = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8)}
-_SOLID: dict[int, tuple[int, ...]] = {
-    1: (1, 1, 1),
-    2: (2, 1, 1),
-    4: (2, 2, 1),
-    8: (2, 2, 2),
-    16: (2, 2, 4),
-    32: (2, 4, 4),
-    64: (4, 4, 4),
-}
-_GRIDS = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _SOLID, "tpu7x": _SOLID}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +59,11 @@ def topology(chip: str, num_devices: int) -> Topology:
     Raises:
       ConfigError: no such chip, or no slice of that size.
     """
-    if chip not in _GRIDS:
-        raise ConfigError(f"cannot compile for chip {chip!r}; known are {', '.join(_GRIDS)}.")
-    per_chip = TPU_CHIPS[chip].devices_per_chip
-    grid = _GRIDS[chip].get(max(1, num_devices // per_chip))
-    if num_devices < 1 or grid is None or (num_devices > 1 and num_devices % per_chip):
-        sizes = sorted({1, *(chips * per_chip for chips in _GRIDS[chip])})
+    if chip not in TPU_CHIPS:
+        raise ConfigError(f"cannot compile for chip {chip!r}; known are {', '.join(TPU_CHIPS)}.")
+    grid = slice_grid(TPU_CHIPS[chip], num_devices)
+    if grid is None:
+        sizes = slice_sizes(TPU_CHIPS[chip])
         raise ConfigError(f"{chip} has no slice of {num_devices} devices; there are {', '.join(map(str, sizes))}.")
     return Topology(chip, grid, num_devices)
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from tpu_serve.device.chip import Chip
+from tpu_serve.device.chip import Chip, slice_grid
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, item_bytes
 
 ROW_COPY_SECONDS = 20e-9
@@ -18,14 +18,6 @@ ROW_COPY_SECONDS = 20e-9
 
 FIXED_SECONDS = {"D": 6e-6, "push": 15e-6, "rs": 20e-6, "dedup": 15e-6}
 """Assumed: barrier, first copy and, with XLA collectives, their launches."""
-
-SLICES = {
-    1: (1,), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 4), 16: (4, 4), 32: (4, 8),
-}  # fmt: skip
-"""Chips of a slice as a mesh without wraparound, by their number."""
-
-CUBES = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4)}
-"""The same for chips with six links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +58,6 @@ def active_experts(problem: Problem) -> float:
     return p.num_experts / p.num_devices * (1.0 - (1.0 - p.top_k / p.num_experts) ** p.num_tokens)
 
 
-def slice_of(chip: Chip, num_devices: int) -> tuple[int, ...]:
-    """Shape of the slice, in chips, that so many devices make.
-
-    Raises:
-      ValueError: no such slice is known.
-    """
-    num_chips = math.ceil(num_devices / chip.devices_per_chip)
-    shapes = CUBES if chip.num_links == 6 else SLICES
-    if num_chips not in shapes:
-        raise ValueError(f"no slice of {num_devices} {chip.name} devices is known")
-    return shapes[num_chips]
-
-
 def busiest_link(shape: tuple[int, ...], devices_per_chip: int = 1) -> int:
     """(sender, receiver) pairs of devices whose messages cross the busiest link of a mesh, routed one dimension after the other."""
     chips = list(itertools.product(*map(range, shape)))
@@ -114,7 +93,9 @@ def bound(problem: Problem, chip: Chip) -> Bound:
     hbm = weights_seconds + row_bytes / chip.hbm_bytes_per_second
     products, all_tokens = rows * 2 * matrix / peak, active * p.num_tokens * 2 * matrix / peak
 
-    shape = slice_of(chip, p.num_devices)
+    shape = slice_grid(chip, p.num_devices)
+    if shape is None:
+        raise ValueError(f"no slice of {p.num_devices} {chip.name} devices is known")
     pairs, links, chips = busiest_link(shape, chip.devices_per_chip), fewest_links(shape), math.prod(shape)
 
     def direct(bytes_per_pair: float) -> float:

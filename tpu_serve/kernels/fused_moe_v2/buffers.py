@@ -1,4 +1,4 @@
-"""The on-chip buffers of each mode, declared once: the kernels allocate them and `config.vmem_bytes` counts them.
+"""The on-chip buffers of each mode, declared once: the kernels allocate them and `legality` counts them.
 
 A declaration is a dict of `Buffer`s by name; nested dicts are groups of their own. Plain Python, no jax.
 """
@@ -29,7 +29,7 @@ STAGE_FIELDS: dict[str, tuple[str, ...]] = {"whole": FIRST + SECOND, "first": FI
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Scratch of a kernel. `space` "vmem" or "smem", or "dma" and "regular" for semaphores, whose dtype is ignored."""
+    """Scratch of a kernel. `space` "vmem" or "smem", or "dma" for semaphores, whose dtype is ignored."""
 
     shape: tuple[int, ...]
     dtype: str = F32
@@ -58,8 +58,8 @@ def leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Buffer]]:
             yield name, value
 
 
-def semaphores(*shape: int, space: str = "dma") -> Buffer:
-    return Buffer(shape, space=space)
+def semaphores(*shape: int) -> Buffer:
+    return Buffer(shape, space="dma")
 
 
 def tile_shapes(problem: Problem, config: Config, stage: Stage) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -131,7 +131,7 @@ def mode_d(problem: Problem, config: Config) -> dict[str, Any]:
     }
     if p.dispatch_type in ROW_LIMITS:
         group["row_scale"] = Buffer((rows, 1))
-    if p.weights.quantises_rows and (p.dispatch_type != p.weights.activation or p.weights.group_scales):
+    if p.weights.quantises_rows:
         group["activation_scale"] = _activation_scale(p, rows)
     if p.post_norm is not None:
         group["norm_weight"] = Buffer((1, p.padded_hidden))
@@ -196,3 +196,27 @@ def mode_g(problem: Problem, config: Config, stage: Stage = "whole") -> dict[str
         if p.post_norm is not None:
             group["norm_weight"] = Buffer((1, p.padded_hidden))
     return group
+
+
+def combine(problem: Problem, config: Config, resident: bool) -> dict[str, Any]:
+    """Of the final sum's own kernel. `resident`: all rows that arrived are brought to VMEM whole, instead of one by one."""
+    p, block = problem, config.combine_tokens
+    held = (delivered_rows(p, config),) if resident else (2, block * p.top_k)
+    group: dict[str, Any] = {
+        "rows": Buffer((*held, p.row_lanes, LANES), p.combine_type),
+        "sums": Buffer((block, p.row_lanes, LANES)),
+        "semaphores": semaphores(*(() if resident else (2,))),
+    }
+    if p.combine_type in ROW_LIMITS:
+        group["scales"] = Buffer((*held, 1, LANES))
+    return group
+
+
+def max_rows(problem: Problem) -> int:
+    """Most rows that a device's experts can receive."""
+    return problem.group_tokens * min(problem.top_k, problem.local_experts)
+
+
+def delivered_rows(problem: Problem, config: Config) -> int:
+    """Rows of the buffer in HBM that finished rows are written into."""
+    return max_rows(problem) if config.combine == "rs" else problem.local_tokens * problem.top_k

@@ -12,8 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.buffers import Buffer
 
-_SEMAPHORES = {"dma": pltpu.SemaphoreType.DMA, "regular": pltpu.SemaphoreType.REGULAR}
-
 
 def scratch_of(tree: dict[str, Any]) -> dict[str, Any]:
     """Pallas scratch for declared buffers."""
@@ -21,8 +19,8 @@ def scratch_of(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scratch(buffer: Buffer) -> Any:
-    if buffer.space in _SEMAPHORES:
-        return _SEMAPHORES[buffer.space](buffer.shape)
+    if buffer.space == "dma":
+        return pltpu.SemaphoreType.DMA(buffer.shape)
     return (pltpu.SMEM if buffer.space == "smem" else pltpu.VMEM)(buffer.shape, jnp.dtype(buffer.dtype))
 
 
@@ -44,7 +42,7 @@ class Call:
         """A kernel that enters a barrier has a collective id; the compiler's own default of VMEM is far below what a chip has."""
         return pltpu.CompilerParams(
             collective_id=None if collective_id is None or num_devices == 1 else int(collective_id),
-            # Checks of every copy's bounds and semaphores triple the cost of moving a row; simulation makes them all.
+            # Checks of every copy's bounds and semaphores more than double the bundles of moving a row; simulation makes them all.
             disable_bounds_checks=True,
             disable_semaphore_checks=True,
             vmem_limit_bytes=self.chip.vmem_bytes * 31 // 32,

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_serve.kernels.fused_moe_v2 import tile
-from tpu_serve.kernels.fused_moe_v2.buffers import Buffer
-from tpu_serve.kernels.fused_moe_v2.call import Call
-from tpu_serve.kernels.fused_moe_v2.legality import COMBINE_SHARE
-from tpu_serve.kernels.fused_moe_v2.problem import LANES, round_up
+from tpu_serve.kernels.fused_moe_v2 import buffers, tile
+from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
+from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.legality import combine_is_resident
+from tpu_serve.kernels.fused_moe_v2.problem import Problem, round_up
 
 F32 = jnp.float32
 
@@ -31,16 +31,18 @@ def _weighted_sum(slots: list[Any], row_of: Any, places: Any, weights: Any) -> j
 
 
 def _resident_kernel(
-    places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, rows: Any, scales: Any, sums: Any, semaphore: Any,
+    places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, scratch: dict[str, Any],
     *, block: int, top_k: int, hidden: int,
 ) -> None:  # fmt: skip
+    rows, scales, sums = scratch["rows"], scratch.get("scales"), scratch["sums"]
+
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
         pairs = [(arrived, rows), *([(arrived_scale, scales)] if scales is not None else [])]
         for source, target in pairs:
-            pltpu.make_async_copy(source, target, semaphore).start()
+            pltpu.make_async_copy(source, target, scratch["semaphores"]).start()
         for source, target in pairs:
-            pltpu.make_async_copy(source, target, semaphore).wait()
+            pltpu.make_async_copy(source, target, scratch["semaphores"]).wait()
 
     def token(index: Any, _: None) -> None:
         slots = [index * top_k + choice for choice in range(top_k)]
@@ -57,9 +59,11 @@ def _resident_kernel(
 
 
 def _streaming_kernel(
-    places: Any, next_places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, rows: Any, scales: Any, sums: Any,
-    semaphores: Any, *, block: int, top_k: int, hidden: int,
+    places: Any, next_places: Any, weights: Any, arrived: Any, arrived_scale: Any, out: Any, scratch: dict[str, Any],
+    *, block: int, top_k: int, hidden: int,
 ) -> None:  # fmt: skip
+    rows, sums, semaphores = scratch["rows"], scratch["sums"], scratch["semaphores"]
+    scales: Any = scratch.get("scales")
     step = pl.program_id(0)
     parity = jax.lax.rem(step, 2)
 
@@ -78,9 +82,8 @@ def _streaming_kernel(
 
     pl.when(step == 0)(lambda: start(places, 0))
     pl.when(step + 1 < pl.num_programs(0))(lambda: start(next_places, 1 - parity))
-    for target in (rows, scales):
-        if target is not None:
-            pltpu.make_async_copy(target.at[parity], target.at[parity], semaphores.at[parity]).wait()
+    for target in (rows,) if scales is None else (rows, scales):
+        pltpu.make_async_copy(target.at[parity], target.at[parity], semaphores.at[parity]).wait()
 
     def token(index: Any, _: None) -> None:
         slots = [index * top_k + choice for choice in range(top_k)]
@@ -96,64 +99,47 @@ def _streaming_kernel(
 
 
 def combine(
+    problem: Problem,
+    config: Config,
+    call: Call,
     arrived: jax.Array,
     arrived_scale: jax.Array | None,
     places: jax.Array,
     weights: jax.Array,
-    hidden: int,
     dtype: Any,
-    block: int,
-    call: Call,
 ) -> jax.Array:
     """y[n] = sum_k weights[n, k] * arrived[places[n, k]] (* arrived_scale there).
 
     Args:
-      arrived: [A, L, 128]; arrived_scale: f32[A, 1, 128], the scale of a row in every lane, or None.
+      arrived: [A, L, 128], A = `buffers.delivered_rows`; arrived_scale: f32[A, 1, 128], the scale of a row in every lane, or None.
       places: i32[N, K], -1 for none; weights: f32[N, K].
-      hidden: H of the result.
-      block: B, tokens of a step.
 
     Returns:
-      [N, H] in `dtype`.
+      [N, padded H] in `dtype`.
     """
     num_tokens, top_k = places.shape
+    block, hidden = config.combine_tokens, problem.padded_hidden
     padded = round_up(num_tokens, block)
     width = block * top_k
     blocks = padded // block
     place_rows = jnp.pad(places, ((0, padded - num_tokens), (0, 0)), constant_values=-1).reshape(blocks, 1, width)
     weight_rows = jnp.pad(weights, ((0, padded - num_tokens), (0, 0))).reshape(blocks, 1, width)
-    lanes = arrived.shape[1:]
     in_smem = lambda index: pl.BlockSpec((1, 1, width), index, memory_space=pltpu.SMEM)  # noqa: E731
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     this, after = in_smem(lambda step: (step, 0, 0)), in_smem(lambda step: (jnp.minimum(step + 1, blocks - 1), 0, 0))
-    has_scale = arrived_scale is not None
-    resident = is_resident(arrived, has_scale, call)
-    held = (len(arrived),) if resident else (2, width)
+    resident = combine_is_resident(problem, config, call.chip)
     out = pl.pallas_call(
         functools.partial(_resident_kernel if resident else _streaming_kernel, block=block, top_k=top_k, hidden=hidden),
         out_shape=jax.ShapeDtypeStruct((padded, hidden), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=(blocks,),
-            in_specs=[this, *([] if resident else [after]), this, in_hbm, in_hbm if has_scale else None],
+            in_specs=[this, *([] if resident else [after]), this, in_hbm, None if arrived_scale is None else in_hbm],
             out_specs=pl.BlockSpec((block, hidden), lambda step: (step, 0)),
-            scratch_shapes=(
-                pltpu.VMEM((*held, *lanes), arrived.dtype),
-                pltpu.VMEM((*held, 1, LANES), F32) if has_scale else None,
-                pltpu.VMEM((block, *lanes), F32),
-                pltpu.SemaphoreType.DMA(() if resident else (2,)),
-            ),
+            scratch_shapes=(scratch_of(buffers.combine(problem, config, resident)),),
         ),
         compiler_params=call.compiler_params(None, 1),
         interpret=call.interpret,
         name="fused_moe_combine",
     )(place_rows, *([] if resident else [place_rows]), weight_rows, arrived, arrived_scale)
     return out[:num_tokens]
-
-
-def is_resident(arrived: jax.Array, has_scale: bool, call: Call) -> bool:
-    """Whether all rows fit into VMEM beside the rest."""
-    needed = (
-        Buffer(arrived.shape, arrived.dtype.name).num_bytes + has_scale * Buffer((len(arrived), 1, LANES)).num_bytes
-    )
-    return needed <= COMBINE_SHARE * call.chip.vmem_bytes

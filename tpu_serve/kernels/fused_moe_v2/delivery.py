@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.kernels.fused_moe_v2 import exchange
 from tpu_serve.kernels.fused_moe_v2.config import Config
-from tpu_serve.kernels.fused_moe_v2.dispatch import wait_rows
+from tpu_serve.kernels.fused_moe_v2.exchange import wait_rows
 from tpu_serve.kernels.fused_moe_v2.gather import Visits
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 

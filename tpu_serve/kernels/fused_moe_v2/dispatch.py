@@ -11,26 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.kernels.fused_moe_v2 import exchange
 from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.exchange import wait_rows
 from tpu_serve.kernels.fused_moe_v2.gather import Gather, Visits
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, ceil_div
-
-MAX_WAIT_BYTES = 64 * 2**20
-
-
-def wait_rows(buffer: Any, num_rows: Any, semaphore: Any) -> None:
-    """Waits for the bytes of so many rows of the buffer, in pieces: a semaphore counts up to a limit."""
-    row_bytes = buffer.dtype.itemsize * buffer.shape[1] * buffer.shape[2]
-    piece = max(1, min(buffer.shape[0], MAX_WAIT_BYTES // row_bytes))
-
-    def one(_: Any, carry: None) -> None:
-        exchange.wait_bytes_of(buffer.at[pl.ds(0, piece)], semaphore)
-
-    jax.lax.fori_loop(0, num_rows // piece, one, None)
-    rest = jax.lax.rem(num_rows, piece)
-
-    @pl.when(rest > 0)
-    def _() -> None:
-        exchange.wait_bytes_of(buffer.at[pl.ds(0, rest)], semaphore)
 
 
 class Dispatch:

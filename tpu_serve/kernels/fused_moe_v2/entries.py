@@ -66,7 +66,7 @@ def ag_gmm1(
       ValueError: the config is not legal for this stage.
     """
     _check(problem, config, call, "first")
-    op.check_arrays(replace(problem, post_norm=None), x, expert_ids, weights, None)
+    op.check_arrays(replace(problem, post_norm=None), x, expert_ids, routing_weights, weights, None)
     x, expert_ids, routing_weights = op.normal_form(problem, x, expert_ids, routing_weights)
     everyone, scalars, inputs = op.prepare(problem, config, call, x, expert_ids, routing_weights)
     rows = run_stage(problem, config, call, "first", scalars, inputs | {"weights": weights})["inner"]
@@ -90,7 +90,7 @@ def gmm2_push(
       ValueError: the config is not legal for this stage.
     """
     _check(problem, config, call, "second")
-    op.check_arrays(problem, None, expert_ids, weights, norm_weight)
+    op.check_arrays(problem, None, expert_ids, routing_weights, weights, norm_weight)
     num_rows = len(expert_ids)
     _, expert_ids, routing_weights = op.normal_form(problem, None, expert_ids, routing_weights)
     inputs: dict[str, Any] = {"weights": weights, "inner": inner.rows}

@@ -47,3 +47,22 @@ def push(source: Any, target: Any, sent: Any, arrived: Any, axis: str, device: A
 def wait_bytes_of(reference: Any, semaphore: Any) -> None:
     """Waits for as many bytes as the reference holds."""
     pltpu.make_async_copy(reference, reference, semaphore).wait()
+
+
+MAX_WAIT_BYTES = 64 * 2**20
+
+
+def wait_rows(buffer: Any, num_rows: Any, semaphore: Any) -> None:
+    """Waits for the bytes of so many rows of the buffer, in pieces: a semaphore counts up to a limit."""
+    row_bytes = buffer.dtype.itemsize * buffer.shape[1] * buffer.shape[2]
+    piece = max(1, min(buffer.shape[0], MAX_WAIT_BYTES // row_bytes))
+
+    def one(_: Any, carry: None) -> None:
+        wait_bytes_of(buffer.at[pl.ds(0, piece)], semaphore)
+
+    jax.lax.fori_loop(0, num_rows // piece, one, None)
+    rest = jax.lax.rem(num_rows, piece)
+
+    @pl.when(rest > 0)
+    def _() -> None:
+        wait_bytes_of(buffer.at[pl.ds(0, rest)], semaphore)

@@ -19,7 +19,7 @@ RESIDENT_SHARE = 0.3
 """Of VMEM, for mode G's tokens: what is left must hold the experts."""
 
 PUSH_DISPATCH_TOKENS = {"tpu7x": 1024}
-"""Up to so many tokens, in-kernel pushes beat a gather by XLA; 2048 on other chips."""
+"""Up to so many tokens pushes inside the kernel are taken before a gather by XLA; 2048 on other chips. Calculated from links and launches."""
 
 
 def mode_d_tokens(problem: Problem, chip: Chip) -> int:

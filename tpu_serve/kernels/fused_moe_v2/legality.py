@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tpu_serve.device.chip import MIB, Chip
 from tpu_serve.kernels.fused_moe_v2 import buffers
 from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, MODES, Config
@@ -29,33 +31,30 @@ def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole")
     values = rows * (4 * config.tile_columns + 2 * p.padded_hidden) * 4
     if p.weights.widens:
         values += 2 * buffers.WIDENED_ROWS * max(config.tile_columns, p.padded_hidden) * 4
-    return sum(buffer.num_bytes for _, buffer in buffers.leaves(tree)) + values + MIB
+    return _total(tree) + values + MIB
 
 
 COMBINE_SHARE = 0.6
 """Of VMEM, up to which the final sum brings all rows that arrived there whole, instead of one by one."""
 
 
-def delivered_rows(problem: Problem, config: Config) -> int:
-    """Rows of the buffer that finished rows are written into."""
-    return max_rows(problem) if config.combine == "rs" else problem.local_tokens * problem.top_k
+def _total(tree: dict[str, Any]) -> int:
+    return sum(buffer.num_bytes for _, buffer in buffers.leaves(tree))
+
+
+def combine_is_resident(problem: Problem, config: Config, chip: Chip) -> bool:
+    """Whether the final sum brings all rows that arrived into VMEM."""
+    whole = buffers.combine(problem, config, True)
+    return _total({name: whole[name] for name in ("rows", "scales") if name in whole}) <= COMBINE_SHARE * chip.vmem_bytes
 
 
 def combine_bytes(problem: Problem, config: Config, chip: Chip) -> tuple[int, int]:
     """Bytes of VMEM and SMEM that mode G's final sum takes, in a kernel of its own."""
-    p, block = problem, config.combine_tokens
-    width = block * p.top_k
-
-    def held(rows: int) -> int:
-        scales = buffers.Buffer((rows, 1, LANES)).num_bytes if p.combine_type in ROW_LIMITS else 0
-        return buffers.Buffer((rows, p.row_lanes, LANES), p.combine_type).num_bytes + scales
-
-    rows = held(delivered_rows(p, config))
-    if rows > COMBINE_SHARE * chip.vmem_bytes:
-        rows = 2 * held(width)
-    sums = buffers.Buffer((block, p.row_lanes, LANES)).num_bytes
-    results = buffers.Buffer((3, block, p.padded_hidden)).num_bytes  # two windows of the output, and a flat value
-    return rows + sums + results + MIB, 2 * 3 * width * 4
+    block = config.combine_tokens
+    scratch = _total(buffers.combine(problem, config, combine_is_resident(problem, config, chip)))
+    # Two windows of the output and a flat value; two windows of three lists of numbers.
+    results = buffers.Buffer((3, block, problem.padded_hidden)).num_bytes
+    return scratch + results + MIB, 2 * 3 * block * problem.top_k * 4
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
@@ -74,11 +73,6 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     return 4 * (words + windows * (2 if p.scale_on_input else 1))
 
 
-def max_rows(problem: Problem) -> int:
-    """Most rows that a device's experts can receive."""
-    return problem.group_tokens * min(problem.top_k, problem.local_experts)
-
-
 def arriving_bytes(problem: Problem) -> float:
     """Most bytes of finished rows that pushes bring home to a device."""
     p = problem
@@ -86,7 +80,7 @@ def arriving_bytes(problem: Problem) -> float:
 
 
 def max_visits(problem: Problem, config: Config) -> int:
-    return max_rows(problem) // config.block_rows + problem.local_experts * config.rounds
+    return buffers.max_rows(problem) // config.block_rows + problem.local_experts * config.rounds
 
 
 def supports(problem: Problem, chip: Chip) -> str | None:
@@ -95,13 +89,11 @@ def supports(problem: Problem, chip: Chip) -> str | None:
     if (reason := malformed(p)) is not None:
         return reason
     weights = p.weights
-    needed = {"products in": weights.activation}
-    for where, dtype in needed.items():
-        if dtype not in chip.peak_ops:
-            return (
-                f"format {p.format} has {where} {dtype}, which {chip.name} has no arithmetic for "
-                f"(it has {', '.join(chip.peak_ops)})"
-            )
+    if weights.activation not in chip.peak_ops:
+        return (
+            f"format {p.format} has products in {weights.activation}, which {chip.name} has no arithmetic for "
+            f"(it has {', '.join(chip.peak_ops)})"
+        )
     if weights.weight == "float4_e2m1fn" and chip.name not in ("tpu7x", "cpu"):
         return f"format {p.format} stores float4_e2m1fn, a type that {chip.name} does not have"
     if weights.activation == "bfloat16" and p.dtype == "float32":
@@ -127,8 +119,6 @@ def _unfit(p: Problem, c: Config) -> str | None:
     if c.mode == "D":
         if p.group_tokens > MAX_MODE_D_TOKENS:
             return f"mode D is for at most {MAX_MODE_D_TOKENS} tokens, not {p.group_tokens}"
-        if p.scale_on_input and (p.gate_up_bias or p.down_bias):
-            return "mode D takes a weight of 0 for not routed, which is not the same for biased experts that scale their input"
         return None
     return _unfit_g(p, c)
 

@@ -22,7 +22,6 @@ from tpu_serve.kernels.collective_ids import CollectiveId
 from tpu_serve.kernels.fused_moe_v2 import buffers, exchange, tile
 from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
 from tpu_serve.kernels.fused_moe_v2.config import Config
-from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, round_up
 from tpu_serve.kernels.fused_moe_v2.ring import Ring, TileShape
 
@@ -58,9 +57,8 @@ class _Kernel:
         self._arrive(scratch)
         jax.lax.fori_loop(0, num_loads, lambda load, _: self._step(ring, active, load, num_loads, scratch), None)
         if self.problem.sequence_parallel:
-            for _ in range(
-                self.problem.num_devices
-            ):  # own tokens have left: after the kernel their buffer is somebody else's
+            # Own tokens have left: after the kernel their buffer is somebody else's.
+            for _ in range(self.problem.num_devices):
                 exchange.wait_bytes_of(inputs["x"], scratch["sent"].at[0])
         self._reduce(out, scratch)
 
@@ -86,13 +84,8 @@ class _Kernel:
         p = self.problem
         exchange.wait_bytes_of(scratch["rows"], scratch["arrived"].at[0])
         rows = self._padded(tile.flatten(scratch["rows"][...], p.padded_hidden))
-        if p.dispatch_type == p.weights.activation and not p.weights.group_scales:
-            scratch["activations"][...] = rows
-            return  # a scale that came with the rows is in row_scale
-        rows = rows.astype(F32)
-        if p.dispatch_type in ROW_LIMITS:
-            rows = rows * scratch["row_scale"][...]
-        values, scale = tile.to_activations(rows, p.weights)
+        came_with = scratch["row_scale"][...] if "row_scale" in scratch else None
+        values, scale = tile.from_wire(rows, came_with, p.dispatch_type, p.weights)
         scratch["activations"][...] = values
         if scale is not None:
             scratch["activation_scale"][...] = scale
@@ -125,11 +118,6 @@ class _Kernel:
         lane = jax.lax.broadcasted_iota(jnp.int32, coefficients.shape, 1)
         return jnp.sum(jnp.where(lane == expert, coefficients, 0.0), axis=1, keepdims=True)
 
-    def _row_scale(self, rows: Any, scratch: dict[str, Any]) -> jax.Array | None:
-        if "activation_scale" in scratch:
-            return scratch["activation_scale"][rows]
-        return scratch["row_scale"][rows] if self.problem.weights.quantises_rows else None
-
     def _accumulate_rows(
         self, rows: Any, part: ExpertWeights, expert: Any, index: Any, scratch: dict[str, Any]
     ) -> None:
@@ -154,7 +142,8 @@ class _Kernel:
                 before = scratch["expert_sum"][rows, columns]
                 scratch["expert_sum"][rows, columns] = jnp.where(index == 0, done, before + done)
 
-        activations, row_scale = scratch["activations"].at[rows], self._row_scale(rows, scratch)
+        activations = scratch["activations"].at[rows]
+        row_scale = scratch["activation_scale"][rows] if "activation_scale" in scratch else None
         factor = coefficient if p.scale_on_input else None
         tile.inner(activations, row_scale, part, p.weights, p.activation, factor, store)
         values, scale = tile.to_activations(scratch["hidden"][...].astype(F32), p.weights)
@@ -172,7 +161,7 @@ class _Kernel:
         p = self.problem
         own = pl.ds(jax.lax.axis_index(self.axis) * p.local_tokens, p.local_tokens)
         total = scratch["sum"][: p.group_tokens]
-        values, scale = self._encode(total, p.combine_type)
+        values, scale = tile.to_wire(total, p.combine_type)
         scratch["partial"][...] = tile.to_lanes(values, p.row_lanes)
         if scale is not None:
             scratch["partial_scale"][...] = _as_lanes(scale, scratch["partial_scale"].shape[1])
@@ -201,18 +190,13 @@ class _Kernel:
             for _ in range(p.num_devices):
                 exchange.wait_bytes_of(scratch["partial_scale"], scratch["sent"].at[1])
 
-    def _encode(self, rows: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
-        if dtype in ROW_LIMITS:
-            return tile.quantise_rows(rows, dtype)
-        return rows.astype(jnp.dtype(dtype)), None
-
     def _send(self, phase: int, source: Any, target: Any, device: Any, scratch: dict[str, Any]) -> None:
         exchange.push(source, target, scratch["sent"].at[phase], scratch["arrived"].at[phase], self.axis, device)
 
     def _gather(self, result: jax.Array, own: Any, out: Any, scratch: dict[str, Any]) -> None:
         """Finished tokens to everyone, where every device wants all of them."""
         p = self.problem
-        values, scale = self._encode(result, p.output_gather_type)
+        values, scale = tile.to_wire(result, p.output_gather_type)
         scratch["finished"][...] = tile.to_lanes(values, p.row_lanes)
         if scale is not None:
             scratch["finished_scale"][...] = _as_lanes(scale, scratch["finished_scale"].shape[1])

@@ -24,7 +24,6 @@ from tpu_serve.kernels.fused_moe_v2 import exchange, tile
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.delivery import Delivery
 from tpu_serve.kernels.fused_moe_v2.dispatch import Dispatch
-from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.gather import Visits
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.kernels.fused_moe_v2.ring import Ring, TileShape
@@ -76,7 +75,7 @@ class Body:
         self, tables: dict[str, Any], inputs: dict[str, Any], outputs: dict[str, Any], scratch: dict[str, Any]
     ) -> Any:
         if self.stage == "second":
-            return InnerRows(tables, self.problem, inputs["inner"], scratch)
+            return InnerRows(inputs["inner"], scratch)
         return Dispatch(self.problem, self.config, self.axis, tables, inputs, outputs, scratch)
 
     def _refill(self, ring: Ring, tables: dict[str, Any], load: Any) -> None:
@@ -125,15 +124,8 @@ class Body:
             return
         parity = jax.lax.rem(visit, 2)
         values = tile.flatten(scratch["rows"][parity, rows], p.padded_hidden)
-        if p.dispatch_type == p.weights.activation and not p.weights.group_scales:
-            scratch["activations"][rows] = values
-            if "token_scale" in scratch:
-                scratch["activation_scale"][rows] = scratch["token_scale"][parity, rows, :1]
-            return
-        values = values.astype(F32)
-        if "token_scale" in scratch:
-            values = values * scratch["token_scale"][parity, rows, :1]
-        activations, scale = tile.to_activations(values, p.weights)
+        came_with = scratch["token_scale"][parity, rows, :1] if "token_scale" in scratch else None
+        activations, scale = tile.from_wire(values, came_with, p.dispatch_type, p.weights)
         scratch["activations"][rows] = activations
         if scale is not None:
             scratch["activation_scale"][rows] = scale
@@ -191,18 +183,16 @@ class Body:
         values = scratch["sum"][rows]
         if p.post_norm is not None:
             values = tile.normalise(values, p.post_norm, scratch["norm_weight"][...], p.hidden)
-        if p.combine_type in ROW_LIMITS:
-            encoded, scale = tile.quantise_rows(values, p.combine_type)
+        encoded, scale = tile.to_wire(values, p.combine_type)
+        if scale is not None:
             scratch["done_scale"][parity, rows, 0] = jnp.broadcast_to(scale, (self.config.tile_rows, 128))
-        else:
-            encoded = values.astype(jnp.dtype(p.combine_type))
         scratch["done"][parity, rows] = tile.to_lanes(encoded, p.row_lanes)
 
 
 class InnerRows:
     """Source of the second stage: activated rows of whole visits [N, M, I] in HBM, one visit ahead."""
 
-    def __init__(self, tables: dict[str, Any], problem: Problem, inner: Any, scratch: dict[str, Any]) -> None:
+    def __init__(self, inner: Any, scratch: dict[str, Any]) -> None:
         self._inner, self._scratch = inner, scratch
 
     def _copy(self, visit: Any) -> Any:

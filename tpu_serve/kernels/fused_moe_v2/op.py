@@ -16,7 +16,7 @@ from tpu_serve.kernels.fused_moe_v2.combine import combine
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.legality import check
-from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, round_up
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, ceil_div, round_up
 from tpu_serve.kernels.fused_moe_v2.staged import run_stage
 
 F32 = jnp.float32
@@ -50,7 +50,7 @@ def fused_moe_v2(
     """
     if (reason := check(problem, config, call.chip)) is not None:
         raise ValueError(reason)
-    check_arrays(problem, x, expert_ids, weights, norm_weight)
+    check_arrays(problem, x, expert_ids, routing_weights, weights, norm_weight)
     p = problem
     num_rows = x.shape[0]
     x, expert_ids, routing_weights = normal_form(p, x, expert_ids, routing_weights)
@@ -67,7 +67,7 @@ def normal_form(
     x may be None.
 
     It matters where the input is scaled, and where a token could name the experts of a device more often than there are of them: then it
-    would have more rows there than `legality.max_rows` makes room for.
+    would have more rows there than `buffers.max_rows` makes room for.
     """
     expert_ids = jnp.where((expert_ids >= 0) & (expert_ids < p.num_experts), expert_ids, -1)
     missing = p.group_tokens - len(expert_ids)
@@ -88,26 +88,31 @@ def padded_norm(p: Problem, norm_weight: jax.Array) -> jax.Array:
 
 
 def check_arrays(
-    p: Problem, x: jax.Array | None, expert_ids: jax.Array, weights: ExpertWeights, norm_weight: jax.Array | None
+    p: Problem,
+    x: jax.Array | None,
+    expert_ids: jax.Array,
+    routing_weights: jax.Array,
+    weights: ExpertWeights,
+    norm_weight: jax.Array | None,
 ) -> None:
     """Raises: ValueError, naming the array whose shape or type is not what the problem asks for. x may be None."""
     rows = p.local_tokens if p.sequence_parallel else p.num_tokens
-    num_blocks = p.weights.scale_rows(p.padded_hidden), p.weights.num_blocks(p.padded_intermediate)
     experts, hidden, intermediate = p.local_experts, p.padded_hidden, p.padded_intermediate
     expected: dict[str, tuple[tuple[int, ...], str] | None] = {
         "x": ((rows, p.hidden), p.dtype),
         "expert_ids": ((rows, p.top_k), "int32"),
+        "routing_weights": ((rows, p.top_k), "float32"),
         "gate_up": ((experts, 2, hidden, intermediate), p.weights.weight),
         "down": ((experts, intermediate, hidden), p.weights.weight),
-        "gate_up_scale": ((experts, 2, num_blocks[0], intermediate), "float32") if p.weights.scaled else None,
-        "down_scale": ((experts, num_blocks[1], 1, hidden), "float32") if p.weights.scaled else None,
+        "gate_up_scale": ((experts, 2, p.weights.scale_rows(hidden), intermediate), "float32") if p.weights.scaled else None,
+        "down_scale": ((experts, p.weights.num_blocks(intermediate), 1, hidden), "float32") if p.weights.scaled else None,
         "gate_up_bias": ((experts, 2, 1, intermediate), "float32") if p.gate_up_bias else None,
         "down_bias": ((experts, 1, hidden), "float32") if p.down_bias else None,
         "norm_weight": ((p.hidden,), "float32") if p.post_norm else None,
     }
     if x is None:
         del expected["x"]
-    given = {"x": x, "expert_ids": expert_ids, "norm_weight": norm_weight}
+    given = {"x": x, "expert_ids": expert_ids, "routing_weights": routing_weights, "norm_weight": norm_weight}
     for name, shape_and_type in expected.items():
         array = given[name] if name in given else getattr(weights, name)
         found = None if array is None else (array.shape, array.dtype.name)
@@ -126,12 +131,10 @@ def merge_duplicates(expert_ids: jax.Array, weights: jax.Array) -> tuple[jax.Arr
 
 def encode_tokens(p: Problem, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Tokens [T, H] as they travel, [T, L, 128], and f32[T] scales where that is in 8 bits."""
-    x = jnp.pad(x, ((0, 0), (0, p.padded_hidden - p.hidden)))
-    scale = None
-    if p.dispatch_type in ROW_LIMITS:
-        x, scale = tile.quantise_rows(x.astype(F32), p.dispatch_type)
-        scale = scale[:, 0]
-    return tile.to_lanes(x.astype(jnp.dtype(p.dispatch_type)), p.row_lanes), scale
+    rows, scale = tile.to_wire(
+        jnp.pad(x, ((0, 0), (0, p.padded_hidden - p.hidden))).astype(F32), p.dispatch_type
+    )
+    return tile.to_lanes(rows, p.row_lanes), None if scale is None else scale[:, 0]
 
 
 def _everyone(call: Call, p: Problem, tree: Any) -> Any:
@@ -251,10 +254,9 @@ def finish(
         routing_weights = jnp.ones_like(routing_weights)
     arrived, scale = delivered["arrived_done"], delivered.get("arrived_done_scale")
     dtype = jnp.dtype(p.dtype)
-    block = config.combine_tokens
 
     def summed(places: jax.Array, weights: jax.Array, dtype: Any) -> jax.Array:
-        return combine(arrived, scale, places, weights, p.padded_hidden, dtype, block, call)
+        return combine(p, config, call, arrived, scale, places, weights, dtype)
 
     if config.combine == "rs":
         places = tables.slab_places(p, config, me, everyone, scalars)
@@ -285,7 +287,7 @@ def _reduce_in_parts(p: Problem, call: Call, places: jax.Array, weights: jax.Arr
     Args:
       places: i32[D, T, K] in the local slab, -1 for another device's; weights: f32[D, T, K].
     """
-    size = -(-p.local_tokens // NUM_PARTS)
+    size = ceil_div(p.local_tokens, NUM_PARTS)
     done = []
     for first in range(0, p.local_tokens, size):
         part_places, part_weights = (array[:, first : first + size] for array in (places, weights))
@@ -305,10 +307,7 @@ def _gathered(p: Problem, call: Call, own: jax.Array) -> jax.Array:
     """Finished tokens of every device, travelling in the output gather type."""
     if p.num_devices == 1:
         return own
-    if p.output_gather_type in ROW_LIMITS:
-        values, scale = tile.quantise_rows(own, p.output_gather_type)
-        rows, scales = _everyone(call, p, (values, scale))
-        own = (rows.astype(F32) * scales).astype(jnp.dtype(p.dtype))
-    else:
-        own = _everyone(call, p, own.astype(jnp.dtype(p.output_gather_type))).astype(own.dtype)
-    return own.reshape(p.group_tokens, -1)
+    rows, scales = _everyone(call, p, tile.to_wire(own, p.output_gather_type))
+    if scales is not None:
+        rows = rows.astype(F32) * scales
+    return rows.astype(jnp.dtype(p.dtype)).reshape(p.group_tokens, -1)

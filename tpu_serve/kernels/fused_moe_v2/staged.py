@@ -14,7 +14,7 @@ from tpu_serve.kernels.fused_moe_v2 import buffers
 from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
-from tpu_serve.kernels.fused_moe_v2.legality import delivered_rows, max_visits
+from tpu_serve.kernels.fused_moe_v2.legality import max_visits
 from tpu_serve.kernels.fused_moe_v2.mode_g import Body
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem
 from tpu_serve.kernels.fused_moe_v2.ring import TileShape
@@ -37,7 +37,7 @@ def _outputs(problem: Problem, config: Config, stage: buffers.Stage) -> dict[str
         inner = (max_visits(p, config), config.block_rows, p.padded_intermediate)
         outputs["inner"] = jax.ShapeDtypeStruct(inner, jnp.dtype(p.dtype))
     else:
-        rows = delivered_rows(p, config)
+        rows = buffers.delivered_rows(p, config)
         outputs["arrived_done"] = jax.ShapeDtypeStruct((rows, p.row_lanes, LANES), jnp.dtype(p.combine_type))
         if p.combine_type in ROW_LIMITS:
             outputs["arrived_done_scale"] = jax.ShapeDtypeStruct((rows, 1, LANES), F32)

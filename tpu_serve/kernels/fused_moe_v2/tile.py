@@ -1,7 +1,7 @@
 """The arithmetic of one tile, shared by every mode: rows times a slice of an expert's matrices.
 
 Letters: M rows of the product, H padded hidden, F columns of the intermediate dimension in a tile, B blocks of rows that share a scale.
-Values in, values out: nothing here knows where a buffer lives or when it is filled.
+Nothing here knows when a buffer is filled or what becomes of a result: large ones are handed over panel by panel.
 """
 
 from __future__ import annotations
@@ -51,6 +51,23 @@ def to_activations(rows: jax.Array, weights: Format) -> tuple[jax.Array, jax.Arr
         return quantise_rows(rows, weights.activation)
     parts = [quantise_rows(rows[:, columns], weights.activation) for columns in _blocks(rows.shape[1], weights.block)]
     return jnp.concatenate([part[0] for part in parts], axis=1), jnp.concatenate([part[1] for part in parts], axis=1)
+
+
+def to_wire(rows: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+    """Rows f32[M, N] in the type in which they travel, and f32[M, 1] scales where that is an 8-bit one."""
+    if dtype in ROW_LIMITS:
+        return quantise_rows(rows, dtype)
+    return rows.astype(jnp.dtype(dtype)), None
+
+
+def from_wire(
+    rows: jax.Array, row_scale: jax.Array | None, wire: str, weights: Format
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [M, N] that travelled in type `wire`, as `to_activations` gives them: as they came where that is the type of the product."""
+    if wire == weights.activation and not weights.group_scales:
+        return rows, row_scale
+    rows = rows.astype(F32)
+    return to_activations(rows if row_scale is None else rows * row_scale, weights)
 
 
 def _blocks(contraction: int, block: int | None) -> list[slice]:
@@ -123,7 +140,7 @@ def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Arra
 
 
 MAX_PANEL = 1024
-"""Columns of one product. Wider ones compile for minutes; narrower ones spend their time waiting for the matrix unit's first results."""
+"""Columns of one product. Wider ones take several times longer to compile; narrower ones wait for the matrix unit's first results."""
 
 
 def panel_columns(columns: int) -> int:
@@ -133,7 +150,7 @@ def panel_columns(columns: int) -> int:
 
 
 def _for_panels(columns: int, body: Any) -> None:
-    """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make programs that compile for minutes."""
+    """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make long programs."""
     width = panel_columns(columns)
     whole = columns // width
 

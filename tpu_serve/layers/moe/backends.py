@@ -172,17 +172,18 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh) -> ExpertBackend:
+def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> ExpertBackend:
     """The backend of this name; "auto" takes the fastest one that supports the layer, and the log says which and why.
 
     Args:
       mesh: the devices that the experts are split over; a backend for one device runs on each of them.
+      dtype: of the tokens and the weights.
 
     Raises:
       ConfigError: the named backend does not support the layer, with its reason.
     """
     reason: str | None = None
-    for backend in _candidates(name, config, chip, mesh):
+    for backend in _candidates(name, config, chip, mesh, dtype):
         reason = backend.supports(config, chip)
         if reason is None:
             why = " (the fastest that supports this layer)" if name == "auto" else ""
@@ -192,13 +193,13 @@ def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh) -> Expe
     raise ConfigError(f"--moe-backend {name} cannot run this model: {reason}")
 
 
-def _candidates(name: str, config: MoEConfig, chip: Chip, mesh: Mesh) -> list[ExpertBackend]:
+def _candidates(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> list[ExpertBackend]:
     """The backend asked for, or for "auto" those to try, best first."""
 
     def everywhere(local: OneDevice) -> ExpertBackend:
         return local if mesh.size == 1 else ExpertParallel(local, mesh)
 
-    fused, ragged, dense = Fused(config, mesh, chip), everywhere(Ragged(chip.is_tpu)), everywhere(Dense())
+    fused, ragged, dense = Fused(config, mesh, chip, dtype), everywhere(Ragged(chip.is_tpu)), everywhere(Dense())
     if name != "auto":
         return [{"fused": fused, "ragged": ragged, "dense": dense}[name]]
     # On one device nothing travels, and XLA's own grouped product needs no kernel; on a CPU the kernel is only simulated.

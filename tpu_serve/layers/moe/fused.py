@@ -38,28 +38,29 @@ MOST_TOKENS = 32768
 class Fused:
     """All experts of the mesh in one kernel call; see `kernels/fused_moe_v2`.
 
-    Every device has all tokens, before and after. On a CPU the kernel is simulated: right, and a thousand times too slow for anything but
-    tests.
+    Every device has all tokens, before and after. On a CPU the kernel is simulated: right, and far too slow for anything but tests.
 
     Attributes:
       config: of the layer.
       mesh: devices along the axis "model", over which the experts are split.
       chip: what they are.
+      dtype: of the tokens and the weights.
     """
 
     config: MoEConfig
     mesh: Mesh
     chip: Chip
+    dtype: str
     name: str = "fused"
 
     @property
     def padding(self) -> Mapping[str, int]:
         """Multiples to which axes of the expert weights are filled up when they are loaded."""
-        multiple = self.problem(1, "bfloat16").intermediate_multiple
+        multiple = self.problem(1).intermediate_multiple
         return MappingProxyType({"expert_hidden": LANES, "expert_inner": multiple})
 
-    def problem(self, num_tokens: int, dtype: str) -> Problem:
-        """What the kernel is asked for a step of so many tokens of that type."""
+    def problem(self, num_tokens: int) -> Problem:
+        """What the kernel is asked for a step of so many tokens."""
         return Problem(
             num_tokens=num_tokens,
             num_experts=self.config.num_experts,
@@ -67,8 +68,8 @@ class Fused:
             hidden=self.config.hidden,
             intermediate=self.config.intermediate,
             num_devices=self.mesh.size,
-            format=dtype,
-            dtype=dtype,
+            format=self.dtype,
+            dtype=self.dtype,
             sequence_parallel=False,
         )
 
@@ -80,14 +81,14 @@ class Fused:
         num_tokens = 1
         while num_tokens <= MOST_TOKENS:
             try:
-                heuristic(self.problem(num_tokens, "bfloat16"), chip)
+                heuristic(self.problem(num_tokens), chip)
             except ValueError as error:
                 return f"for {num_tokens} tokens {error}."
             num_tokens *= 2
         return None
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        problem = self.problem(len(x), x.dtype.name)
+        problem = self.problem(len(x))
         config = heuristic(problem, self.chip)
         logger.info("Fused MoE for %d tokens: mode %s, %s", len(x), config.mode, config)
         interpret: Any = False if self.chip.is_tpu else pltpu.InterpretParams()
@@ -128,16 +129,16 @@ class ByTokens:
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
         return self.fused.supports(config, chip) or self.other.supports(config, chip)
 
-    def reason_against(self, num_tokens: int, dtype: str) -> str | None:
+    def reason_against(self, num_tokens: int) -> str | None:
         """Why the fused kernel does not run for so many tokens, or None."""
-        problem = self.fused.problem(num_tokens, dtype)
+        problem = self.fused.problem(num_tokens)
         few = mode_d_tokens(problem, self.fused.chip)
         if few < num_tokens < LEAST_GATHERED_TOKENS:
             return f"{num_tokens} tokens are more than the {few} of mode D and fewer than the {LEAST_GATHERED_TOKENS} of mode G"
         return None
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        reason = self.reason_against(len(x), x.dtype.name)
+        reason = self.reason_against(len(x))
         if reason is None:
             return self.fused(x, routing, weights)
         logger.info("MoE for %d tokens: %s, because %s", len(x), self.other.name, reason)
