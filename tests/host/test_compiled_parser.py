@@ -188,6 +188,60 @@ def test_what_is_not_understood_is_zero_and_named():
     assert found["assumed"] == {"sfrobnicate ignored: unknown": 1, "spop ignored: a value of the vector unit": 1}
 
 
+TABLE = "%s5_s0 = inlined_call_operand.smem [shape: u32[43], index: -1, kind: input, shape index: {}]"
+
+
+def test_operands_in_a_table():
+    """As a fusion with dozens of operands gets them."""
+    bundles = [
+        f"%s4_s1 = smov 3 ;; {TABLE}",
+        "%s6_s2 = sld [smem:[%s5_s0 + %s4_s1]] /* operand 3 */",
+        "%7 = dma.hbm_to_vmem [thread:$0]  %s6_s2, 16, [#allocation2], [#allocation3]",
+        "%8 = dma.done.wait [#allocation3], 16",
+    ]
+    (operand,) = parse(program(*bundles)).operands.values()
+    assert (operand.index, operand.space, operand.dtype, operand.shape) == (-1, "smem", "u32", (43,))
+    execution, found = run(program(*bundles))
+    assert (found["hbm_bytes"], found["unanswered_waits"]) == (512, 0)
+    assert found["assumed"] == {"operands in a table are 0": 1}
+    assert not execution.depends_on_unknown(), "where an operand lies does not matter"
+
+
+TRIPS = "%s1_s0 = inlined_call_operand.<no memory space> [shape: s32[1], index: 0, kind: input, shape index: {}]"
+
+
+@pytest.mark.parametrize(
+    ("bundles", "depends"),
+    [
+        ([TRIPS, "%2 = sst [smem:[#allocation9]] %s1_s0"], False),
+        ([TRIPS,
+          "%p2_p0 = scmp.eq.s32.totalorder %s1_s0, 1", "%3 = sbr.rel (%p2_p0) target bundleno = 9 (0x9), region = 1",
+          *["%4 = sfence"] * 7], True),
+        # A loop that would never end.
+        ([TRIPS, "%p2_p0 = scmp.eq.s32.totalorder %s1_s0, 1",
+          "%3 = sbr.rel (%p2_p0) target bundleno = 2 (0x2), region = 1", *["%4 = sfence"] * 4], True),
+        (["%s1_s0 = spop %v7_v0", "%p2_p0 = scmp.eq.s32.totalorder %s1_s0, 1",
+          "%7 = dma.hbm_to_vmem [thread:$0]  (%p2_p0), 0, 16, [#allocation2], [#allocation3]"], True),
+        (["%s1_s0 = inlined_call_operand.hbm [shape: s32[8], index: 0, kind: input, shape index: {}]",
+          "%1 = dma.hbm_to_smem [thread:$0]  %s1_s0, 1, [#allocation9], [#allocation3]",
+          "%2 = dma.done.wait [#allocation3], 1", "%s5_s1 = sld [smem:[#allocation9 + $0x7]]",
+          "%p2_p0 = scmp.eq.s32.totalorder %s5_s1, 1",
+          "%7 = dma.hbm_to_vmem [thread:$0]  (%p2_p0), 0, 16, [#allocation2], [#allocation4]"], True),
+        (["%s5_s1 = smov 7", STORE], False),
+    ],
+)  # fmt: skip
+def test_whether_the_way_depends_on_what_is_not_known(bundles, depends):
+    execution, _ = run(program(*bundles))
+    assert execution.depends_on_unknown() is depends
+
+
+def test_a_kernel_that_is_given_its_operands_depends_on_nothing():
+    assert run(GATHER)[0].depends_on_unknown()
+    assert not run(GATHER, scalars={0: [3], 1: index()})[0].depends_on_unknown()
+    # The first operand says how often, the second one only which rows.
+    assert not run(GATHER, scalars={0: [3]})[0].depends_on_unknown()
+
+
 def test_a_loop_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr("tpu_serve.bench.compiled.execution._BLOCK_LIMIT", 100)
     forever = program(*["%1 = sfence"] * 3, "%3 = sbr.rel target bundleno = 1 (0x1), region = 1", *["%1 = sfence"] * 4)

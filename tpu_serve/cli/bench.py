@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from tpu_serve.cli.options import add_engine_options, engine_config, positive
 from tpu_serve.config import ConfigError
 
 if TYPE_CHECKING:
+    from tpu_serve.bench.kernel_cells import Cell
+    from tpu_serve.bench.kernel_journal import Journal
+    from tpu_serve.bench.kernel_rows import Row
     from tpu_serve.bench.report import Report
     from tpu_serve.bench.sweep import Sweep
 
@@ -72,12 +76,13 @@ def _add_options(
 def _add_kernels(kinds: Any) -> None:
     kernels = kinds.add_parser(
         "kernels",
-        help="what the TPU compiler makes of the fused MoE kernel, without a TPU",
-        description="Compiles the fused mixture-of-experts kernel ahead of time for named chips and workloads, executes the compiled schedule, "
-        "and prints bytes, matrix unit use, spills and modelled time beside the calculated bound. Nothing is measured on a TPU.",
+        help="what the TPU compiler makes of the kernels, without a TPU",
+        description="Compiles kernels ahead of time for named chips and workloads, executes the compiled schedules, and prints bytes, matrix "
+        "unit use, spills and modelled time beside the calculated bound. Nothing is measured on a TPU.",
     )
     kernels.add_argument("--compiled", action="store_true", help="required: the only way there is so far")
     some = {"nargs": "+", "default": None}
+    kernels.add_argument("--kernel", metavar="NAME", **some, help="which kernels (default: fused_moe_v2)")
     kernels.add_argument("--chip", metavar="CHIP", **some, help="v5e, v5p, v6e, tpu7x (default: v5e v6e tpu7x)")
     kernels.add_argument(
         "--workload", metavar="NAME", **some, help="models whose layer it is (default: all that are known)"
@@ -90,19 +95,34 @@ def _add_kernels(kinds: Any) -> None:
         metavar="N",
         type=positive,
         **some,
-        help="tokens of the group (default: 16 64 256 1024 4096 16384)",
+        help="tokens of the group (default for fused_moe_v2: 16 64 256 1024 4096 16384)",
     )
     kernels.add_argument(
-        "--num-devices", metavar="N", type=positive, **some, help="devices of the group (default: 4 8 16)"
+        "--num-devices",
+        metavar="N",
+        type=positive,
+        **some,
+        help="devices of the group (default for fused_moe_v2: 4 8 16)",
     )
-    kernels.add_argument("--mode", choices=("D", "G"), help="the kernel's mode (default: chosen by the heuristic)")
+    kernels.add_argument("--mode", metavar="MODE", help="of fused_moe_v2: D or G (default: chosen by the heuristic)")
     kernels.add_argument(
         "--timeout", metavar="S", type=positive, default=600, help="seconds for one cell (default: %(default)s)"
     )
     kernels.add_argument(
         "--jobs", metavar="N", type=positive, default=1, help="compilers at a time (default: %(default)s)"
     )
-    kernels.add_argument("--output-json", type=Path, metavar="FILE", help="write everything that was found to FILE")
+    kernels.add_argument(
+        "--output-json",
+        type=Path,
+        metavar="FILE",
+        help="everything that was found as JSON Lines, a cell's as soon as it is done; FILE is replaced unless --resume",
+    )
+    kernels.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the FILE of --output-json, if it is there: cells that it has from the same versions and --mode are not "
+        "compiled again, unless they failed",
+    )
     kernels.set_defaults(run=run_kernels, parser=kernels)
 
 
@@ -113,29 +133,61 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             "bench kernels needs --compiled: kernels cannot be timed without a TPU, only compiled for one and modelled."
         )
     file = _writable(arguments.output_json)
-
-    from tqdm import tqdm
+    if arguments.resume and file is None:
+        raise ConfigError("--resume needs the --output-json FILE that is to be continued.")
 
     from tpu_serve.bench import kernels
+    from tpu_serve.bench.kernel_journal import Journal
+    from tpu_serve.bench.kernel_table import text
 
     selection = kernels.Selection(**{
         name: tuple(value)
         for name, value in {
-            "chips": arguments.chip, "workloads": arguments.workload, "formats": arguments.format,
+            "kernels": arguments.kernel, "chips": arguments.chip, "workloads": arguments.workload, "formats": arguments.format,
             "tokens": arguments.num_tokens, "device_counts": arguments.num_devices,
         }.items()
         if value is not None
     }, mode=arguments.mode)  # fmt: skip
     cells = kernels.check(selection)
-    with tqdm(total=len(cells), unit="cell", disable=None) as progress:
-        rows = list(
-            kernels.sweep(cells, selection.mode, arguments.timeout, arguments.jobs, lambda row: progress.update())
-        )
-    print(kernels.text(rows))
+    journal = None if file is None else Journal(file, cells, selection.mode, resume=arguments.resume)
+    found = _compile_cells(cells, journal, arguments)
+    rows = [found[cell.key] for cell in cells]
+    print(text(rows))
     if file is not None:
-        kernels.write(rows, file)
         print(f"wrote {file}", file=sys.stderr)
     return int(any(row.outcome == "failed" for row in rows))
+
+
+def _compile_cells(
+    cells: Sequence[Cell], journal: Journal | None, arguments: argparse.Namespace
+) -> dict[tuple[str, str], Row]:
+    """The row of every cell by its key. Each is told, and written to the journal, as it is ready; those that it has are not made again."""
+    from tqdm import tqdm
+
+    from tpu_serve.bench.kernel_rows import sweep
+    from tpu_serve.bench.kernel_table import short
+
+    rows = {} if journal is None else dict(journal.kept)
+    missing = [cell for cell in cells if cell.key not in rows]
+    with ExitStack() as stack:
+        if journal is not None:
+            stack.enter_context(journal)
+        if rows:
+            print(f"tpu-serve: {len(rows)} of {len(cells)} cells are in the file", file=sys.stderr)
+        progress = stack.enter_context(tqdm(total=len(cells), initial=len(rows), unit="cell", disable=None))
+        made = stack.enter_context(closing(sweep(missing, arguments.mode, arguments.timeout, arguments.jobs)))
+        try:
+            for row in made:
+                if journal is not None:
+                    journal.add(row)
+                rows[row.cell.key] = row
+                tqdm.write(short(row), file=sys.stderr)
+                progress.update()
+        except KeyboardInterrupt:
+            if journal is not None:
+                print(f"tpu-serve: {len(rows)} of {len(cells)} cells are written; --resume continues", file=sys.stderr)
+            raise
+    return rows
 
 
 def run_prefill(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ Exact, for the compiled program and the operands given, as long as no branch dep
 Modelled, and never to be called measured: when a DMA completes, what the links carry, and therefore stalls and microseconds.
   The core is device 0, and every other device is assumed to run the same program at the same time with the same operands: what it
   sends to others at some cycle, others are taken to send to it at that cycle.
-Not seen: XLA's collectives, the SparseCore, bank conflicts of HBM, contention and skew between devices, clock changes, launches.
+Not seen: XLA's collectives, the SparseCore, the time of copies beside the kernels, bank conflicts of HBM, contention and skew between
+  devices, clock changes, launches. A report names those of them that its program has, see `report.untimed`.
 
     topology  where to compile for       compiler  compile, in this process
     schedule  the program's text parsed  memory, engines, translate, execution  the program run

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +97,44 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             yield name.removeprefix("%"), rest
 
 
-def operation_counts(text: str) -> Counter[str]:
-    """How often each operation ("custom-call", "all-gather", "copy") stands in an optimised HLO text, outside of fusions."""
-    operations = (re.match(r"(?:\(.*?\)|\S+) ([a-z][a-z\-]*)\(", rest, re.DOTALL) for _, rest in _instructions(text))
-    return Counter(operation.group(1) for operation in operations if operation)
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[(\d[\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
+
+
+def _shape_bytes(shape: re.Match[str]) -> int:
+    """What an array takes with its innermost dimensions padded to its tile."""
+    bits, sizes, order, layout = shape.groups()
+    dims = [int(size) for size in sizes.split(",")]
+    if order:
+        dims = [dims[int(axis)] for axis in reversed(order.split(","))]
+    tile = re.match(r"T\(([\d,]+)\)", layout or "")
+    if tile:
+        sides = [int(side) for side in tile.group(1).split(",")]
+        dims = [1] * (len(sides) - len(dims)) + dims
+        for place in range(1, len(sides) + 1):
+            dims[-place] += -dims[-place] % sides[-place]
+    return math.prod(dims) * int(bits or 8) // 8
+
+
+def copied_bytes(text: str) -> int:
+    """Bytes read and written in HBM by the asynchronous copies and slices of an optimised HLO text, each run once.
+
+    They are no kernels: their DMAs stand in the program that calls the kernels and run beside these, or, of arguments, even before the
+    program starts. A copy between HBM and VMEM counts once, one within HBM twice.
+    """
+    total = 0
+    for _, rest in _instructions(text):
+        made = re.match(r"(\(.*?\)) (?:copy|slice|dynamic-slice)-start\(", rest, re.DOTALL)
+        # Both ends; "S" is the memory space, HBM without one, and 2 that of the semaphore.
+        ends = [end for end in _SHAPE.finditer(made.group(1)) if "S(2)" not in (end.group(4) or "")] if made else []
+        if ends:
+            num_in_hbm = sum("S(" not in (end.group(4) or "") for end in (ends[0], ends[-1]))
+            total += num_in_hbm * min(map(_shape_bytes, ends))
+    return total
+
+
+def operations(text: str) -> dict[str, str]:
+    """The operation ("custom-call", "all-gather", "copy") of each instruction of an optimised HLO text outside of fusions, by its name."""
+    found = {
+        name: re.match(r"(?:\(.*?\)|\S+) ([a-z][a-z\-]*)\(", rest, re.DOTALL) for name, rest in _instructions(text)
+    }
+    return {name: operation.group(1) for name, operation in found.items() if operation}

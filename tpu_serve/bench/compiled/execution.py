@@ -69,14 +69,17 @@ class Execution:
       scopes: calls and cycles of each traced scope, for programs compiled with trace marks.
     """
 
-    def __init__(self, schedule: Schedule, core: Core, grid: tuple[int, ...], scalars: Mapping[int, Any]) -> None:
+    def __init__(
+        self, schedule: Schedule, core: Core, grid: tuple[int, ...], scalars: Mapping[int, Any], unknown: int = 0
+    ) -> None:
         """Args:
         grid: chips along each axis of the slice.
-        scalars: see `Memory`.
+        scalars, unknown: see `Memory`.
         """
         self.schedule = schedule
         self.core = core
-        self.memory = Memory(schedule, scalars, core.hbm_address_bytes)
+        self._grid, self._scalars = grid, scalars
+        self.memory = Memory(schedule, scalars, core.hbm_address_bytes, unknown)
         self._translator = Translator(schedule, self.memory)
         self.blocks: list[tuple[int, int]] = []
         self._source = self._translate()
@@ -122,12 +125,16 @@ class Execution:
             lines.append(f" F.append(block{k})")
         return "\n".join([*lines, " return F"])
 
-    def run(self) -> None:
+    def run(self, limit: int | None = None) -> None:
         """Runs the program to its end.
+
+        Args:
+          limit: blocks it may enter, by default many.
 
         Raises:
           UnsupportedSchedule: it does not end.
         """
+        limit = _BLOCK_LIMIT if limit is None else limit
         names: dict[str, Any] = {}
         exec(compile(self._source, "<schedule>", "exec"), names)
         values: list[Any] = [0] * self._translator.num_values
@@ -144,8 +151,26 @@ class Execution:
             cycles[block] += self.time - before
             block = following
             steps += 1
-            if steps > _BLOCK_LIMIT:
-                raise UnsupportedSchedule(f"no end after {_BLOCK_LIMIT} blocks: a loop waits for what is not modelled")
+            if steps > limit:
+                raise UnsupportedSchedule(f"no end after {limit} blocks: a loop waits for what is not modelled")
+
+    def depends_on_unknown(self) -> bool:
+        """Whether a finished run would have gone another way had all that is not known been 1 instead: other blocks, or other DMAs.
+
+        Where it would not, as when the unknown words are only addresses and data, the time is as good as if they had been given.
+        """
+        if not self.memory.assumptions:
+            return False
+        other = Execution(self.schedule, self.core, self._grid, self._scalars, unknown=1)
+        try:
+            other.run(limit=sum(self.counts))
+        except UnsupportedSchedule:
+            return True
+        return (self.counts, self.engines.dma_counts, self.engines.dma_bytes) != (
+            other.counts,
+            other.engines.dma_counts,
+            other.engines.dma_bytes,
+        )
 
     def divide(self, a: int, b: int, note: str, is_signed: bool) -> None:
         """Queues the quotient, the remainder or, as the note says, one after the other. Division by zero, whose result nobody uses,

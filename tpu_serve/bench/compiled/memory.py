@@ -25,8 +25,8 @@ _FLAG_SHIFT, _FLAG_ELEMENTS, _FLAG_LIMIT = 26, 1 << 12, 62
 # Operands with addresses in rows stay below the buffers, which are an SMEM or a VMEM apart; those in granules lie above all, and none
 # meets another after the shift by 4.
 _ROWS_BASE, _BUFFER_BASE, _BUFFER_STEP, _GRANULES_BASE = 0x200000, 0x4000000, 0x40000, 0x10000000
-# Spill slots of the scalar registers are single words of SMEM and many.
-_SPILL_BASE = 0x1000
+# Spill slots of the scalar registers are single words of SMEM and many; tables of operands follow them.
+_SPILL_BASE, _TABLE_BASE = 0x1000, 0x100000
 
 
 def plain_flag(flag: int) -> int:
@@ -74,15 +74,24 @@ class Memory:
       smem: words written so far, by address. What nobody wrote reads as zero: among it the numbers of the device and of its core,
         so the program is that of device 0.
       assumptions: what had to be assumed, and how often.
+      unknown: the word that is taken for every one that is not known.
     """
 
-    def __init__(self, schedule: Schedule, scalars: Mapping[int, Any], hbm_address_bytes: int = GRANULE_BYTES) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        scalars: Mapping[int, Any],
+        hbm_address_bytes: int = GRANULE_BYTES,
+        unknown: int = 0,
+    ) -> None:
         """Args:
         schedule: names the operands and the semaphores.
         scalars: contents of integer operands by operand index: an integer, or an array in its logical shape.
         hbm_address_bytes: see `Core`.
+        unknown: see above.
         """
         self._hbm_address_bytes = hbm_address_bytes
+        self.unknown = unknown
         self.smem: dict[int, int] = {}
         self.assumptions: Counter[str] = Counter()
         self._scalars = dict(scalars)
@@ -112,6 +121,9 @@ class Memory:
             if operand.space == "value":
                 places[name] = self._value(operand)
                 continue
+            if operand.index < 0:
+                places[name] = self._table(operand)
+                continue
             unit = self._hbm_address_bytes if operand.space == "hbm" else ROW_BYTES
             start = free[unit]
             end = start + _padded_bytes(operand) // unit
@@ -123,9 +135,15 @@ class Memory:
 
     def _value(self, operand: Operand) -> int:
         if operand.index not in self._scalars:
-            self.assumptions[f"operand {operand.index} is 0"] += 1
-            return 0
+            self.assumptions[f"operand {operand.index} is {self.unknown}"] += 1
+            return self.unknown
         return int(tiled(np.asarray(self._scalars[operand.index]))[0])
+
+    def _table(self, operand: Operand) -> int:
+        """Sets the words of a table of operands, which are addresses and scalars that nobody knows, and says where it lies."""
+        self.assumptions[f"operands in a table are {self.unknown}"] += 1
+        self.smem.update(dict.fromkeys(range(_TABLE_BASE, _TABLE_BASE + math.prod(operand.shape)), self.unknown))
+        return _TABLE_BASE
 
     def operand(self, name: str) -> int:
         """The address of the operand that value `name` stands for, or the operand itself if it is passed by value."""
@@ -170,7 +188,9 @@ class Memory:
         copied = {destination + i: self.smem[source + i] for i in range(count) if source + i in self.smem}
         if not copied:
             origin = "unknown" if index is None else f"operand {index}"
-            self.assumptions[f"{origin}, copied into SMEM, is 0"] += 1
+            self.assumptions[f"{origin}, copied into SMEM, is {self.unknown}"] += 1
+            if self.unknown:
+                copied = dict.fromkeys(range(destination, destination + count), self.unknown)
         self.smem.update(copied)
 
     def _find(self, address: int) -> tuple[int | None, int]:

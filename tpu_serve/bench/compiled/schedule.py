@@ -19,7 +19,7 @@ _INSTRUCTION = re.compile(r"(?:(%\w+)\s*=\s*)?([a-z][\w.\-]*)\s*(.*)$", re.DOTAL
 _ATTRIBUTE = re.compile(r"\[(?:thread:\$\d+|resolvable:\$\w+)\]\s*")
 _GUARD = re.compile(r"\(\s*(!?)(%p\w+)\s*(?:,\s*(%\w+)\s*)?\)\s*,?\s*")
 _OPERAND = re.compile(
-    r"inlined_call_operand\.\s*(<no memory space>|\w+)?.*?shape: (\w+)\[([\d,]*)\], index: (\d+)", re.DOTALL
+    r"inlined_call_operand\.\s*(<no memory space>|\w+)?.*?shape: (\w+)\[([\d,]*)\], index: (-?\d+)", re.DOTALL
 )
 # Instructions of the vector half that the scalar program depends on.
 _SCALAR_VECTOR = ("vsync", "vwait", "vdelay", "vpop.sfrf", "vtrace")
@@ -59,7 +59,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A kernel's operand: where it lies ("hbm", "vmem", "smem" or "value"), its type and shape as in "s32", (4, 8)."""
+    """A kernel's operand: where it lies ("hbm", "vmem", "smem" or "value"), its type and shape as in "s32", (4, 8).
+
+    A fusion with dozens of operands gets them in a table in SMEM instead, a word each: the table's index is -1.
+    """
 
     index: int
     space: str

@@ -42,7 +42,7 @@ class Translator:
 
     Attributes:
       num_values: size that R must have.
-      assumptions: in `memory`, where instructions that are not understood are counted too; their results are zero.
+      assumptions: in `memory`, where instructions that are not understood are counted too; their results are its `unknown`.
     """
 
     def __init__(self, schedule: Schedule, memory: Memory) -> None:
@@ -101,7 +101,7 @@ class Translator:
             value, effect = self._meaning(instruction, offset)
         except UnsupportedSchedule as error:
             self._memory.assumptions[f"{instruction.name} ignored: {error}"] += 1
-            value, effect = ("0" if instruction.result else None), None
+            value, effect = (str(self._memory.unknown) if instruction.result else None), None
         if value is not None:
             place = self.number(instruction.result or "")
             joined = f"R[{self._register(instruction.result)}]=" if instruction.result in self._joined else ""

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ _DUMP = re.compile(r"\d+-(.+)-\d\d-packed-bundles-post-ra\.txt")
 # Operations of XLA's own that cost something.
 _OUTSIDE = (
     "copy", "copy-start", "fusion", "all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "all-to-all",
-    "reduce-scatter", "collective-permute", "collective-permute-start", "while", "custom-call",
+    "reduce-scatter", "collective-permute", "collective-permute-start", "while", "conditional", "custom-call", "call-start",
+    "async-start", "slice-start", "dynamic-slice-start",
 )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def read_dump(
             execution = Execution(parse(path.read_text(errors="replace")), CORES[chip], grid, given)
             execution.run()
             found[name] = Findings(execution).summary()
+            found[name]["depends_on_unknown"] = execution.depends_on_unknown()
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             found[name] = {
@@ -72,7 +75,7 @@ def read_dump(
 
 def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Compiles the request's program, with the dump going to `folder`, and reads it. See `report.report` for the fields."""
-    from tpu_serve.bench.compiled.compiler import compile_here, operation_counts, scoped_vmem_bytes
+    from tpu_serve.bench.compiled.compiler import compile_here, copied_bytes, operations, scoped_vmem_bytes
     from tpu_serve.bench.compiled.program import Program
 
     wanted = topology(request["chip"], request["num_devices"])
@@ -82,7 +85,8 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(program, Program):
         raise TypeError(f"{request['target']} returned {type(program).__name__} instead of a Program")
     compiled = compile_here(program.function, program.args, **program.jit_options)
-    operations = operation_counts(compiled.text)
+    by_name = operations(compiled.text)
+    counts = Counter(by_name.values())
     found: dict[str, Any] = {
         "topology": wanted.name,
         "error": compiled.error,
@@ -93,13 +97,14 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "alias_bytes": compiled.alias_bytes,
         "analytic": dict(program.analytic),
         "kernels": {},
-        "outside": {name: operations[name] for name in _OUTSIDE if operations[name]},
+        "outside": {name: counts[name] for name in _OUTSIDE if counts[name]},
+        "copied_bytes": copied_bytes(compiled.text),
     }
     if compiled.error is None:
         found["kernels"] = read_dump(folder, wanted.chip, wanted.grid, program.scalars)
         vmem = scoped_vmem_bytes(compiled.text)
         for kernel, facts in found["kernels"].items():
-            facts["vmem_bytes"] = vmem.get(kernel, 0)
+            facts |= {"vmem_bytes": vmem.get(kernel, 0), "operation": by_name.get(kernel, "")}
         if request.get("keep_text"):
             (folder / "hlo.txt").write_text(compiled.text)
     return found
