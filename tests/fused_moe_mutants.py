@@ -101,6 +101,18 @@ def plain_combine(
     return tile.flatten(rows.sum(axis=1), problem.padded_hidden).astype(dtype)
 
 
+def plain_own_sums(
+    problem: Problem, config: Config, call: Call, arrived: jax.Array, scale: jax.Array | None, expert_ids: jax.Array, places: jax.Array,
+    weights: jax.Array, dtype: Any,
+) -> jax.Array:  # fmt: skip
+    return plain_combine(problem, config, call, arrived, scale, jnp.where(expert_ids < 0, -1, places), weights, dtype)
+
+
+def sum_plainly(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(op, "combine", plain_combine)
+    patch.setattr(op, "own_sums", plain_own_sums)
+
+
 def arguments(case: Case, seed: int = 0) -> tuple[Any, ...]:
     """The arrays of a case as the layer takes them: with sequence parallelism, rows without an expert where tokens are missing."""
     p, inputs = case.problem, fused_moe_inputs.make(case.problem, seed, case.routing)
@@ -187,7 +199,7 @@ class Mutant:
         """
         case = CASES[self.case]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(op, "combine", plain_combine)
+            sum_plainly(patch)
             self.plant(patch)
             try:
                 (output,) = Simulation(layer(case, axis=self.name), timeout_seconds=20).run(

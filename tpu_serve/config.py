@@ -20,7 +20,7 @@ EMBEDDED_MODEL = Path(__file__).parent / "embedded" / "tiny-chat"
 """The model that is used when none is named."""
 
 __all__ = [
-    "EMBEDDED_MODEL", "CacheOptions", "CompileOptions", "ConfigError", "EngineConfig", "ModelOptions", "ParallelOptions", "SchedulerOptions",
+    "EMBEDDED_MODEL", "CacheOptions", "CompileOptions", "ConfigError", "EngineConfig", "MoEOptions", "ModelOptions", "ParallelOptions", "SchedulerOptions",
     "ServerConfig", "engine_options",
 ]  # fmt: skip
 
@@ -52,11 +52,6 @@ class ModelOptions:
     hf_overrides: dict[str, Any] = option(
         {}, "JSON object laid over config.json, for example to cut layers", metavar="JSON"
     )
-    moe_backend: str = option(
-        "auto",
-        "which mixture-of-experts implementation runs; 'fused' is the expert-parallel TPU kernel, simulated (slowly) on a CPU",
-        choices=("auto", "dense", "ragged", "fused"),
-    )
     seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
 
     def __post_init__(self) -> None:
@@ -73,6 +68,45 @@ class ModelOptions:
     def served_name(self) -> str:
         """What requests call the model unless --served-model-name says otherwise."""
         return self.model or EMBEDDED_MODEL.name
+
+
+MOVERS = ("auto", "tc", "onehot", "xla")
+"""What may move rows to experts and back: a kernel, a product with a matrix of zeros and ones, or XLA's gathers."""
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """How experts are computed."""
+
+    moe_backend: str = option(
+        "auto",
+        "which mixture-of-experts implementation runs; 'fused' is the expert-parallel TPU kernel, 'grouped' is made of kernels for one device; both "
+        "are simulated (slowly) on a CPU",
+        choices=("auto", "dense", "ragged", "grouped", "fused"),
+    )
+    moe_permute: str = option(
+        "auto",
+        "what sorts tokens by expert for --moe-backend grouped: 'tc' is a TPU kernel, simulated on a CPU, 'onehot' a matrix product, 'xla' a gather",
+        choices=MOVERS,
+    )
+    moe_combine: str = option(
+        "auto", "what adds up a token's experts for --moe-backend grouped; choices as for --moe-permute", choices=MOVERS
+    )
+    moe_grouped_matmul: str = option(
+        "auto",
+        "what multiplies by the experts' matrices for --moe-backend grouped: 'tc' is a TPU kernel, simulated on a CPU, 'xla' is XLA's ragged_dot",
+        choices=("auto", "tc", "xla"),
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choices(self)
+        for name in ("moe_permute", "moe_combine", "moe_grouped_matmul"):
+            value = getattr(self, name)
+            if value != "auto" and self.moe_backend != "grouped":
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value} needs --moe-backend grouped: {self.moe_backend} has no such part to choose."
+                )
 
 
 @dataclass(frozen=True)
@@ -199,6 +233,7 @@ class EngineConfig:
     """Everything the engine is built from."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
+    moe: MoEOptions = field(default_factory=MoEOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -233,6 +268,7 @@ class EngineConfig:
 
 _PARTS: Mapping[str, Any] = {
     "model": ModelOptions,
+    "moe": MoEOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
     "parallel": ParallelOptions,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_serve.config import ConfigError
+from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
 from tpu_serve.device.mesh import make_mesh
 from tpu_serve.layers.moe.backends import Dense, Ragged, choose_backend
@@ -102,12 +102,14 @@ def test_routing(renormalise):
 def test_choice_of_backend_is_logged_and_refusal_has_a_reason(caplog, monkeypatch):
     config = MoEConfig(4, 2, HIDDEN, INNER, True)
     caplog.set_level("INFO")
-    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE, "float32").name == "ragged"
-    assert choose_backend("auto", config, TPU_CHIPS["v6e"], ONE_DEVICE, "float32") == Ragged(chip_is_tpu=True)
-    assert choose_backend("dense", config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
+    assert choose_backend(MoEOptions("auto"), config, cpu_chip(), ONE_DEVICE, "float32").name == "ragged"
+    assert choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], ONE_DEVICE, "float32") == Ragged(
+        chip_is_tpu=True
+    )
+    assert choose_backend(MoEOptions("dense"), config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
     assert "ragged (the fastest that supports this layer)" in caplog.text
     monkeypatch.setattr(Ragged, "supports", lambda self, config, chip: "it is Sunday")
-    assert choose_backend("auto", config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
+    assert choose_backend(MoEOptions("auto"), config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
     assert "MoE backend ragged cannot run: it is Sunday" in caplog.text
     with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: it is Sunday"):
-        choose_backend("ragged", config, cpu_chip(), ONE_DEVICE, "float32")
+        choose_backend(MoEOptions("ragged"), config, cpu_chip(), ONE_DEVICE, "float32")

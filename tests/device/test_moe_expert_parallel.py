@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_serve.config import ConfigError
+from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.device.mesh import make_mesh
@@ -90,12 +90,14 @@ def test_a_device_gets_only_its_own_experts():
 def test_choice_of_backend_on_several_devices(caplog):
     caplog.set_level("INFO")
     config = MoEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INNER, True)
-    assert choose_backend("ragged", config, TPU_CHIPS["v6e"], mesh(2), "float32") == ExpertParallel(
+    assert choose_backend(MoEOptions("ragged"), config, TPU_CHIPS["v6e"], mesh(2), "float32") == ExpertParallel(
         Ragged(chip_is_tpu=True), mesh(2)
     )
     assert "MoE backend: ragged on each of 2 devices" in caplog.text
-    assert choose_backend("auto", config, cpu_chip(), mesh(2), "float32").name == "ragged on each of 2 devices"
-    assert choose_backend("dense", config, cpu_chip(), mesh(1), "float32") == Dense()
+    assert (
+        choose_backend(MoEOptions("auto"), config, cpu_chip(), mesh(2), "float32").name == "ragged on each of 2 devices"
+    )
+    assert choose_backend(MoEOptions("dense"), config, cpu_chip(), mesh(1), "float32") == Dense()
 
 
 @pytest.mark.parametrize("name", ["auto", "dense", "ragged"])
@@ -106,4 +108,4 @@ def test_choice_of_backend_on_several_devices(caplog):
 def test_what_no_backend_computes_is_refused(name, num_devices, feature, words):
     config = MoEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INNER, True, **{feature: True})
     with pytest.raises(ConfigError, match=f"--moe-backend {name} cannot run this model: .*{words}"):
-        choose_backend(name, config, cpu_chip(), mesh(num_devices), "float32")
+        choose_backend(MoEOptions(name), config, cpu_chip(), mesh(num_devices), "float32")

@@ -23,6 +23,9 @@ EXAMPLES = {
     "max_model_len": (["2k"], 2048),
     "hf_overrides": (['{"num_hidden_layers": 2}'], {"num_hidden_layers": 2}),
     "moe_backend": (["dense"], "dense"),
+    "moe_permute": (["onehot"], "onehot"),
+    "moe_combine": (["tc"], "tc"),
+    "moe_grouped_matmul": (["xla"], "xla"),
     "seed": (["-7"], -7),
     "page_size": (["32"], 32),
     "num_pages": (["100"], 100),
@@ -49,6 +52,9 @@ EXAMPLES = {
     "enable_log_requests": ([], True),
 }
 
+# What an option asks of others before it may be set.
+NEEDS = dict.fromkeys(("moe_permute", "moe_combine", "moe_grouped_matmul"), ("--moe-backend", "grouped"))
+
 
 def make_parser():
     parser = Parser(prog="test")
@@ -74,8 +80,20 @@ def test_every_option_has_an_example():
 def test_a_flag_sets_its_option_and_no_other(name, mark):
     words, value = EXAMPLES[name]
     stem = f"no_{name}" if value is False else name
-    changed = read(f"--{stem.replace('_', mark)}", *words)
-    assert changed == {**read(), name: value}
+    needs = NEEDS.get(name, ())
+    changed = read(*needs, f"--{stem.replace('_', mark)}", *words)
+    assert changed == {**read(*needs), name: value}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_option_of_another_backend_is_refused(name):
+    words, value = EXAMPLES[name]
+    flag = f"--{name.replace('_', '-')}"
+    for backend in ("auto", "dense", "ragged", "fused"):
+        with pytest.raises(
+            ConfigError, match=f"{flag} {value} needs --moe-backend grouped: {backend} has no such part"
+        ):
+            read("--moe-backend", backend, flag, *words)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -38,7 +38,7 @@ def check(out, pulled, wi, lhs, dout):
         assert error(got, half) < ERROR["float32"]
 
 
-def run(interpret, lhs, low, high, dout, backend="tpu"):
+def run(interpret, lhs, low, high, dout, backend="tc"):
     def product(lhs, halves):
         context = Context(CPU, interpret)
         return grouped_matmul_split(lhs, halves, SIZES, context, group_offset=jnp.int32(1), backend=backend)

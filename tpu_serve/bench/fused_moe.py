@@ -21,8 +21,11 @@ from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
+from tpu_serve.kernels.fused_moe_v2.legality import sum_by_windows
 from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2, in_windows
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.kernels.moe_combine import problem as moe_combine
+from tpu_serve.kernels.moe_combine import tables as window_tables
 
 AXIS = "model"
 
@@ -80,7 +83,7 @@ def uniform_ids(problem: Problem, seed: int = 0) -> np.ndarray:
     return ids.reshape(p.num_devices, p.local_tokens, p.top_k)
 
 
-def scalars_of(problem: Problem, config: Config) -> dict[str, dict[int, Any]]:
+def scalars_of(problem: Problem, config: Config, chip: Chip) -> dict[str, dict[int, Any]]:
     """What device 0's kernel reads from SMEM for uniform routing, by operand."""
     p = problem
     if config.mode == "D":
@@ -103,7 +106,22 @@ def scalars_of(problem: Problem, config: Config) -> dict[str, dict[int, Any]]:
     ordered = [operands[name] for name in sorted(operands)]  # in the order of JAX's trees
     # Behind the tables come the inputs in HBM, the first of which is the norm's weight where there is one.
     tokens = len(ordered) + (p.post_norm is not None)
-    return {"fused_moe_g": {**dict(enumerate(ordered)), tokens: np.asarray(in_windows(config, everyone.tokens))}}
+    return {
+        "fused_moe_g": {**dict(enumerate(ordered)), tokens: np.asarray(in_windows(config, everyone.tokens))},
+        **_sum_scalars(p, config, chip),
+    }
+
+
+def _sum_scalars(problem: Problem, config: Config, chip: Chip) -> dict[str, dict[int, Any]]:
+    """What the final sum reads on device 0, where it goes by windows."""
+    asked = sum_by_windows(problem, config, chip, problem.dtype)
+    if asked is None:
+        return {}
+    cut = moe_combine.heuristic(asked, chip)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        made = window_tables.make(asked, cut, jnp.asarray(uniform_ids(problem)[0]))
+    windows = np.asarray(made.windows)
+    return {"moe_combine_gather": {0: windows, 1: windows}}
 
 
 def layer(problem: Problem, config: Config, chip: Chip, devices: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -143,4 +161,4 @@ def program(
         "limit": least.limit,
         "active_experts": active_experts(p),
     }
-    return Program(function, arguments, scalars_of(p, chosen), analytic)
+    return Program(function, arguments, scalars_of(p, chosen, TPU_CHIPS[chip]), analytic)

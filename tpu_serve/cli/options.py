@@ -23,6 +23,7 @@ REPEATED = frozenset({"api_key"})
 
 _PART_TITLES = {
     "model": "model",
+    "moe": "mixture of experts",
     "cache": "KV cache",
     "scheduler": "scheduling",
     "parallel": "several devices",

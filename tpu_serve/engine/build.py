@@ -63,7 +63,7 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     specs = model.param_specs(dtype)
     placement = Placement.over(take_devices(config.parallel), specs, model.cache_layout(dtype))
     chip, mesh, rules = placement.chip, placement.mesh, placement.rules
-    experts = choose_backend(config.model.moe_backend, model.moe, chip, mesh, dtype.name)
+    experts = choose_backend(config.moe, model.moe, chip, mesh, dtype.name)
     placement = placement.padded_for(experts.padding)
     plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
     on_phase("tokenizer", 0.0)

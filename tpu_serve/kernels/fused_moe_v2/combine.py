@@ -1,5 +1,8 @@
 """The owner's last step in mode G: the weighted sum of each token's finished rows, in float32.
 
+Rows that lie in the owner's own order are summed by `moe_combine`. Here are the sums that it does not make: of rows with scales, and of other
+devices' tokens (combine rs).
+
 Letters: N tokens, K choices, A rows that arrived, L x 128 a travelling row, B tokens of a block.
 """
 
@@ -13,11 +16,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tpu_serve.kernels.context import Context
 from tpu_serve.kernels.fused_moe_v2 import buffers, tile
 from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
 from tpu_serve.kernels.fused_moe_v2.config import Config
-from tpu_serve.kernels.fused_moe_v2.legality import combine_is_resident
+from tpu_serve.kernels.fused_moe_v2.legality import combine_is_resident, sum_by_windows
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, round_up
+from tpu_serve.kernels.moe_combine import gather
+from tpu_serve.kernels.moe_combine.problem import heuristic
 
 F32 = jnp.float32
 
@@ -96,6 +102,31 @@ def _streaming_kernel(
 
     jax.lax.fori_loop(0, block, token, None)
     out[...] = tile.flatten(sums[...], hidden).astype(out.dtype)
+
+
+def own_sums(
+    problem: Problem,
+    config: Config,
+    call: Call,
+    arrived: jax.Array,
+    arrived_scale: jax.Array | None,
+    expert_ids: jax.Array,
+    places: jax.Array,
+    weights: jax.Array,
+    dtype: Any,
+) -> jax.Array:
+    """`combine` of rows that lie in the order of the tokens' own stable sort by expert: read in windows unless they have scales.
+
+    Args:
+      expert_ids: i32[N, K], -1 for none, no weight of the others being 0; places: of each in that order.
+      Others: as in `combine`.
+    """
+    asked = sum_by_windows(problem, config, call.chip, jnp.dtype(dtype).name)
+    if asked is None:
+        places = jnp.where(expert_ids < 0, -1, places)
+        return combine(problem, config, call, arrived, arrived_scale, places, weights, dtype)
+    cut = heuristic(asked, call.chip)
+    return gather.sums(asked, cut, Context(call.chip, call.interpret), arrived, expert_ids, weights)
 
 
 def combine(

@@ -9,6 +9,7 @@ from tpu_serve.kernels.fused_moe_v2 import buffers
 from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, MODES, Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.problem import LANES, Problem, ceil_div, item_bytes, malformed
+from tpu_serve.kernels.moe_combine import problem as windows
 
 VMEM_SHARE = 0.92
 """Of the chip's VMEM; the rest is left to the compiler."""
@@ -48,8 +49,22 @@ def combine_is_resident(problem: Problem, config: Config, chip: Chip) -> bool:
     return _total({name: whole[name] for name in ("rows", "scales") if name in whole}) <= COMBINE_SHARE * chip.vmem_bytes
 
 
+def sum_by_windows(problem: Problem, config: Config, chip: Chip, dtype: str) -> windows.Problem | None:
+    """The final sum of an owner's rows as `moe_combine` is asked for it, or None where it cannot be: it knows of no scales."""
+    p = problem
+    if p.combine_type in ROW_LIMITS or config.combine == "rs":
+        return None
+    experts, rows = p.local_experts * p.num_devices, buffers.delivered_rows(p, config)
+    asked = windows.Problem(
+        p.local_tokens, p.top_k, experts, rows, p.padded_hidden, p.combine_type, "float32", 1, dtype, p.row_lanes
+    )
+    return asked if windows.supported(asked, chip) is None else None
+
+
 def combine_bytes(problem: Problem, config: Config, chip: Chip) -> tuple[int, int]:
     """Bytes of VMEM and SMEM that mode G's final sum takes, in a kernel of its own."""
+    if (asked := sum_by_windows(problem, config, chip, "float32")) is not None:
+        return windows.vmem_bytes(asked, windows.heuristic(asked, chip), "combine"), 4 * 2 * windows.table_width(asked)
     block = config.combine_tokens
     scratch = _total(buffers.combine(problem, config, combine_is_resident(problem, config, chip)))
     # Two windows of the output and a flat value; two windows of three lists of numbers.

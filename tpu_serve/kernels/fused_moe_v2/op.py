@@ -12,7 +12,7 @@ from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.fused_moe_v2 import mode_d, tables, tile
 from tpu_serve.kernels.fused_moe_v2.buffers import ROW_MULTIPLE, window_rows
 from tpu_serve.kernels.fused_moe_v2.call import Call
-from tpu_serve.kernels.fused_moe_v2.combine import combine
+from tpu_serve.kernels.fused_moe_v2.combine import combine, own_sums
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
 from tpu_serve.kernels.fused_moe_v2.legality import check
@@ -272,8 +272,8 @@ def finish(
             for array in (expert_ids, routing_weights)
         )
     # In float32 where the sums are rounded once more, to 8 bits on their way.
-    sums = F32 if not p.sequence_parallel and p.output_gather_type in ROW_LIMITS else dtype
-    own = summed(jnp.where(own_ids < 0, -1, everyone.places[me]), own_weights, sums)
+    sums = jnp.dtype(F32) if not p.sequence_parallel and p.output_gather_type in ROW_LIMITS else dtype
+    own = own_sums(p, config, call, arrived, scale, own_ids, everyone.places[me], own_weights, sums)
     return own if p.sequence_parallel else _gathered(p, call, own)
 
 

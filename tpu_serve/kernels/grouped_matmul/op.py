@@ -38,7 +38,7 @@ def grouped_matmul(
     existing: jax.Array | None = None,
     out_dtype: str | None = None,
     config: Config | None = None,
-    backend: str = "tpu",
+    backend: str = "tc",
 ) -> jax.Array:
     """Each row times the matrix of its group, summed in float32. Differentiable in lhs, rhs and existing.
 
@@ -52,7 +52,7 @@ def grouped_matmul(
         copied if it has no other use.
       out_dtype: of the result; that of `existing`, or of lhs, by default.
       config: tiles of the forward kernel, or None for sensible ones.
-      backend: "tpu" is the kernel, where it cannot be had "xla", which the log says; "xla" is `jax.lax.ragged_dot`.
+      backend: "tc" is the kernel, where it cannot be had "xla", which the log says; "xla" is `jax.lax.ragged_dot`.
 
     Returns:
       [R, N_out]. Rows in none of the E groups are those of `existing`; without it they are unspecified, and may be NaN.
@@ -82,7 +82,7 @@ def grouped_gate_up(
     group_offset: jax.Array | int = 0,
     out_dtype: str | None = None,
     config: Config | None = None,
-    backend: str = "tpu",
+    backend: str = "tc",
 ) -> jax.Array:
     """activation(row @ gate, row @ up) with the matrices of each row's group, in one pass. Differentiable in lhs and gate_up.
 
@@ -114,7 +114,7 @@ def _choose(
     existing: jax.Array | None,
 ) -> jax.Array:
     offset = jnp.asarray(group_offset, jnp.int32)
-    if backend == "tpu" and (reason := refused(plan.context, plan.problem)) is not None:
+    if backend == "tc" and (reason := refused(plan.context, plan.problem)) is not None:
         log_fallback(reason)
         backend = "xla"
     if backend == "xla":

@@ -15,7 +15,7 @@ from tpu_serve.kernels.grouped_matmul import forward, portable, weight_gradient
 from tpu_serve.kernels.grouped_matmul.config import Config, heuristic, supported
 from tpu_serve.kernels.grouped_matmul.problem import Problem
 
-BACKENDS = ("tpu", "xla")
+BACKENDS = ("tc", "xla")
 
 logger = logging.getLogger(__name__)
 

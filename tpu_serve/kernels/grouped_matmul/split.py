@@ -37,7 +37,7 @@ def grouped_matmul_split(
     *,
     group_offset: jax.Array | int = 0,
     out_dtype: str | None = None,
-    backend: str = "tpu",
+    backend: str = "tc",
 ) -> jax.Array:
     """`op.grouped_matmul` with the matrices of E groups in two arrays. Differentiable in lhs and both halves.
 
@@ -67,7 +67,7 @@ def grouped_matmul_split(
             f"got {low.dtype}, {high.dtype} and {len(group_sizes)}"
         )
     offset = jnp.asarray(group_offset, jnp.int32)
-    if backend == "tpu":
+    if backend == "tc":
         reason = refused(context, in_place(plan).problem, *plan.gradients())
         if reason is None:
             return _split(plan, lhs, low, high, group_sizes, offset)

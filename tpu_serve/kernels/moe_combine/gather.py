@@ -25,6 +25,7 @@ from tpu_serve.kernels.moe_combine.problem import (
     buffers,
     num_blocks,
     num_panels,
+    table_width,
 )
 from tpu_serve.kernels.moe_combine.windows import Windows
 
@@ -175,7 +176,7 @@ def _dots_kernel(
 def _specs(problem: Problem, config: Config) -> list[pl.BlockSpec]:
     """Of this block's table and the next one's, of the bases and of the ids."""
     last = num_blocks(problem, config) - 1
-    width = tables.width(problem)
+    width = table_width(problem)
     return [
         pl.BlockSpec((1, 1, width), lambda block, panel: (block, 0, 0), memory_space=pltpu.SMEM),
         pl.BlockSpec((1, 1, width), lambda block, panel: (jnp.minimum(block + 1, last), 0, 0), memory_space=pltpu.SMEM),
@@ -214,7 +215,7 @@ def sums(
     A row that is not finite makes NaN of the columns that it is not finite in, in the tokens that have it with a weight other than zero.
 
     Args:
-      rows: [R, H] in the problem's dtype, or [R, ceil(H / 128), 128] where its `align` is 1.
+      rows: [R, H] in the problem's dtype, or [R, L, 128] where its `align` is 1.
       ids: i32[T, K]; weights: [T, K], or None for ones.
 
     Returns:

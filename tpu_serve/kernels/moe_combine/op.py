@@ -152,7 +152,7 @@ def combine(
       ids: i32[T, K], each at least -1 and less than the number of experts.
       weights: [T, K], bfloat16 or float32.
       choice: what computes it.
-      out_dtype: of the sums; that of the rows by default.
+      out_dtype: of the sums, bfloat16 or float32; that of the rows by default. Gradients are rounded to the type of the rows first.
 
     Returns:
       [T, H]. A row that is not finite makes its own token so, and no other one.
@@ -190,7 +190,7 @@ def permute(tokens: jax.Array, ids: jax.Array, choice: Choice, num_rows: int) ->
       num_rows: R, at least the number of ids that are not -1; rows behind theirs hold anything.
 
     Returns:
-      [R, H] in the type of the tokens, bit for bit.
+      [R, H] in the type of the tokens, unchanged but for the sign of zero, the payload of NaN and subnormal numbers, which products clear.
     """
     return _scattered(choice, tokens, ids, None, num_rows, False)
 

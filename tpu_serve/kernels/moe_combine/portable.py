@@ -51,7 +51,8 @@ def gather_scattered(
     some = jnp.arange(num_rows) < jnp.sum(ids >= 0)
     picked = tokens[order // top_k]
     if weights is not None:
-        picked = (picked.astype(F32) * weights.astype(F32).reshape(-1)[order][:, None]).astype(tokens.dtype)
+        weight = weights.astype(F32).reshape(-1)[order][:, None]
+        picked = jnp.where(weight != 0, picked.astype(F32) * weight, 0.0).astype(tokens.dtype)
     return jnp.where(some[:, None], picked, jnp.zeros((), tokens.dtype))
 
 
@@ -65,18 +66,21 @@ def _one_hot(ids: jax.Array, weights: jax.Array | None, num_experts: int, num_ro
 def _product(matrix: jax.Array, values: jax.Array) -> jax.Array:
     """f32: matrix @ values, where 0 times what is not finite is 0. A sum with such a value is NaN, or that infinity where it is alone."""
     values = values.astype(F32)
-    finite = jnp.isfinite(values)
+    return jax.lax.cond(jnp.all(jnp.isfinite(values)), _times, _careful_product, matrix, values)
 
-    def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
+def _times(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def _careful_product(matrix: jax.Array, values: jax.Array) -> jax.Array:
     def any_of(left: jax.Array, right: jax.Array) -> jax.Array:
-        return times(left.astype(F32), right.astype(F32)) > 0
+        return _times(left.astype(F32), right.astype(F32)) > 0
 
     up = any_of(matrix > 0, values == jnp.inf) | any_of(matrix < 0, values == -jnp.inf)
     down = any_of(matrix > 0, values == -jnp.inf) | any_of(matrix < 0, values == jnp.inf)
     nan = any_of(matrix != 0, jnp.isnan(values)) | (up & down)
-    clean = times(matrix, jnp.where(finite, values, 0.0))
+    clean = _times(matrix, jnp.where(jnp.isfinite(values), values, 0.0))
     return jnp.where(nan, jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, clean)))
 
 

@@ -56,8 +56,9 @@ class Problem:
       hidden: H.
       dtype: of rows and tokens.
       weight_dtype: "bfloat16" or "float32"; None where all weights are one.
-      align: rows of a granule, at which every copy begins and ends; see `granule`. 1 for rows that each lie for themselves, [R, H / 128, 128].
+      align: rows of a granule, at which every copy begins and ends; see `granule`. 1 for rows that each lie for themselves, as `row_lanes` groups of 128 columns.
       out_dtype: of sums; None is `dtype`.
+      row_lanes: (align 1, combine only) L of rows [R, L, 128], of which the first H columns are meant.
     """
 
     num_tokens: int
@@ -69,15 +70,11 @@ class Problem:
     weight_dtype: str | None = "float32"
     align: int = 16
     out_dtype: str | None = None
+    row_lanes: int = 0
 
     @property
     def out_type(self) -> str:
         return self.out_dtype or self.dtype
-
-    @property
-    def row_lanes(self) -> int:
-        """Groups of 128 columns of a row that lies for itself."""
-        return ceil_div(self.hidden, LANES)
 
     @property
     def product_dtype(self) -> str:
@@ -116,6 +113,22 @@ def buffer_rows(problem: Problem, config: Config) -> int:
     choices = config.block_tokens * problem.top_k
     windows = min(problem.num_experts, choices)
     return round_up(choices + (2 * problem.align - 2) * windows, CHUNK)
+
+
+FIELDS = 5
+"""Numbers of an expert in a block's table."""
+
+EXPERTS_AT_A_TIME = 8
+
+
+def padded_experts(problem: Problem) -> int:
+    """Experts in the tables, those that fill up the last group included."""
+    return round_up(problem.num_experts, EXPERTS_AT_A_TIME)
+
+
+def table_width(problem: Problem) -> int:
+    """Numbers in a block's table, which lies in SMEM."""
+    return FIELDS * padded_experts(problem) + 2
 
 
 def buffers(problem: Problem, config: Config, operation: Operation) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -163,21 +176,23 @@ def supported(problem: Problem, chip: Chip, operation: Operation = "combine") ->
         return f"rows of type {p.dtype} are not one of {', '.join(BYTES)}"
     if BYTES[p.dtype] == 1 and operation != "permute":
         return f"rows of type {p.dtype} can be moved but not summed"
-    if p.out_type not in BYTES:
-        return f"sums of type {p.out_type} are not one of {', '.join(BYTES)}"
+    if operation == "combine" and p.out_type not in ("bfloat16", "float32"):
+        return f"sums of type {p.out_type} are not bfloat16 or float32"
     if p.weight_dtype not in (None, "bfloat16", "float32"):
         return f"weights of type {p.weight_dtype} are not bfloat16 or float32"
     if min(p.num_tokens, p.top_k, p.num_experts, p.num_rows) < 1:
         return "there is nothing to do: tokens, choices, experts and rows must be at least 1"
     if p.hidden % LANES or p.hidden < LANES:
         return f"{p.hidden} columns are not a multiple of {LANES}"
+    if p.align == 1 and (operation != "combine" or p.row_lanes * LANES < p.hidden):
+        return f"rows of {p.row_lanes} groups of {LANES} columns can be summed only, and must have the {p.hidden} columns"
     if p.num_rows % p.align:
         return f"{p.num_rows} rows are not a multiple of {p.align}, between which copies of {p.dtype} are cut"
     if p.top_k > MAX_TOP_K:
         return f"{p.top_k} choices of a token are more than {MAX_TOP_K}"
     if p.num_rows > MAX_ROWS:
         return f"{p.num_rows} rows are more than {MAX_ROWS}"
-    smallest = Config(LANES, LANES)
+    smallest = Config(LANES, LANES if p.align > 1 else p.hidden)
     need, have = vmem_bytes(p, smallest, operation), int(VMEM_SHARE * chip.vmem_bytes)
     if need > have:
         return f"the smallest block needs {need / MIB:.1f} MiB of VMEM, {chip.name} has {have / MIB:.1f} MiB for it"
@@ -189,7 +204,7 @@ def configs(problem: Problem, chip: Chip, operation: Operation) -> Iterator[Conf
     have = int(VMEM_SHARE * chip.vmem_bytes)
     for block_tokens in (128, 256, 512, 1024):
         panels = {}
-        for count in range(1, problem.hidden // LANES + 1):
+        for count in range(1, problem.hidden // LANES + 1 if problem.align > 1 else 2):
             panel = round_up(ceil_div(problem.hidden, count), LANES)
             panels[panel] = Config(block_tokens, panel)
         for config in panels.values():

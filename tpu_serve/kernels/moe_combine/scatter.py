@@ -24,6 +24,7 @@ from tpu_serve.kernels.moe_combine.problem import (
     Problem,
     num_blocks,
     num_panels,
+    table_width,
 )
 from tpu_serve.kernels.moe_combine.windows import Windows
 
@@ -206,7 +207,7 @@ def scattered(
     """
     p, blocks = problem, num_blocks(problem, config)
     table = tables.make(p, config, ids)
-    width = tables.width(p)
+    width = table_width(p)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
 
     def of_block(distance: int) -> pl.BlockSpec:

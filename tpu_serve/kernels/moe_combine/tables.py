@@ -12,29 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_serve.kernels.moe_combine.problem import Config, Problem, num_blocks, round_up
-
-FIELDS = 5
-"""Numbers of an expert in `Tables.windows`."""
-
-EXPERTS_AT_A_TIME = 8
-
-
-def padded_experts(problem: Problem) -> int:
-    """Experts in the tables, those that fill up the last group included."""
-    return round_up(problem.num_experts, EXPERTS_AT_A_TIME)
-
-
-def width(problem: Problem) -> int:
-    """Numbers of a block in `Tables.windows`."""
-    return FIELDS * padded_experts(problem) + 2
-
+from tpu_serve.kernels.moe_combine.problem import FIELDS, Config, Problem, num_blocks, padded_experts
 
 class Tables(NamedTuple):
     """Of every token block; B blocks, E experts.
 
     Attributes:
-      windows: i32[B, 1, width]. For each expert, in granules: the window's first granule in the rows; its size, 0 for none; its place in the
+      windows: i32[B, 1, `problem.table_width`]. For each expert, in granules: the window's first granule in the rows; its size, 0 for none; its place in the
         buffer; and what to read before writing: head and tail are 1 where the window's first and last granule hold rows of earlier blocks,
         head where they are the same granule. At the end, the sum of the sizes, and that of heads and tails.
       base: f32[B, E, 1], the place in the buffer of the first row that the block has of an expert, in rows.

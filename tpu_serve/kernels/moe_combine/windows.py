@@ -10,8 +10,14 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_serve.kernels.moe_combine.problem import Config, Problem, num_panels
-from tpu_serve.kernels.moe_combine.tables import EXPERTS_AT_A_TIME, FIELDS, padded_experts
+from tpu_serve.kernels.moe_combine.problem import (
+    EXPERTS_AT_A_TIME,
+    FIELDS,
+    Config,
+    Problem,
+    num_panels,
+    padded_experts,
+)
 
 
 @dataclass(frozen=True)

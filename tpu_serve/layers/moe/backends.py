@@ -8,20 +8,20 @@ device of a mesh with that device's experts.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_serve.config import ConfigError
+from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import Chip
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.fused import ByTokens, Fused
+from tpu_serve.layers.moe.grouped import Grouped
+from tpu_serve.layers.moe.one_device import OneDevice
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
 logger = logging.getLogger(__name__)
@@ -42,31 +42,6 @@ class ExpertBackend(Protocol):
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         """[T, H] -> [T, H] in the type of x."""
-
-
-class OneDevice(ABC):
-    """A backend that knows of one device only, and of unquantised weights without biases."""
-
-    name: str
-
-    @property
-    def padding(self) -> Mapping[str, int]:
-        return MappingProxyType({})
-
-    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
-        if config.has_scales:
-            return f"{self.name} computes with unquantised experts only."
-        if config.has_biases:
-            return f"{self.name} adds no biases, which this model's experts have."
-        return None
-
-    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        """[T, H] -> [T, H] in the type of x."""
-        return self.weighted_sum(x, routing, weights).astype(x.dtype)
-
-    @abstractmethod
-    def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        """[T, H] -> f32[T, H]: the sum as it was added up, before it is rounded to the type of x."""
 
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
@@ -172,8 +147,8 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> ExpertBackend:
-    """The backend of this name; "auto" takes the fastest one that supports the layer, and the log says which and why.
+def choose_backend(options: MoEOptions, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> ExpertBackend:
+    """The backend that is asked for; "auto" takes the fastest one that supports the layer, and the log says which and why.
 
     Args:
       mesh: the devices that the experts are split over; a backend for one device runs on each of them.
@@ -183,7 +158,8 @@ def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: 
       ConfigError: the named backend does not support the layer, with its reason.
     """
     reason: str | None = None
-    for backend in _candidates(name, config, chip, mesh, dtype):
+    name = options.moe_backend
+    for backend in _candidates(options, config, chip, mesh, dtype):
         reason = backend.supports(config, chip)
         if reason is None:
             why = " (the fastest that supports this layer)" if name == "auto" else ""
@@ -193,14 +169,15 @@ def choose_backend(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: 
     raise ConfigError(f"--moe-backend {name} cannot run this model: {reason}")
 
 
-def _candidates(name: str, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> list[ExpertBackend]:
+def _candidates(options: MoEOptions, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> list[ExpertBackend]:
     """The backend asked for, or for "auto" those to try, best first."""
 
     def everywhere(local: OneDevice) -> ExpertBackend:
         return local if mesh.size == 1 else ExpertParallel(local, mesh)
 
     fused, ragged, dense = Fused(config, mesh, chip, dtype), everywhere(Ragged(chip.is_tpu)), everywhere(Dense())
-    if name != "auto":
-        return [{"fused": fused, "ragged": ragged, "dense": dense}[name]]
+    grouped = everywhere(Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip))
+    if options.moe_backend != "auto":
+        return [{"fused": fused, "grouped": grouped, "ragged": ragged, "dense": dense}[options.moe_backend]]
     # On one device nothing travels, and XLA's own grouped product needs no kernel; on a CPU the kernel is only simulated.
     return [ByTokens(fused, ragged), ragged, dense] if chip.is_tpu and mesh.size > 1 else [ragged, dense]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tpu_serve.device.chip import Chip
 from tpu_serve.device.mesh import MODEL_AXIS
+from tpu_serve.layers.moe.one_device import OneDevice
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
-
-if TYPE_CHECKING:
-    from tpu_serve.layers.moe.backends import OneDevice
 
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
