@@ -6,9 +6,18 @@ from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
 from tpu_serve.kernels.moe_combine.problem import BYTES, LANES, Operation, Problem, granule, round_up
 
-__all__ = ["OPERATIONS", "Operation", "least_bytes", "problem"]
+__all__ = ["OPERATIONS", "Operation", "least_bytes", "operation", "problem"]
 
 OPERATIONS: tuple[Operation, ...] = ("combine", "permute", "dots")
+
+
+def operation(name: str) -> Operation:
+    """The operation of this name.
+
+    Raises:
+      KeyError: there is none.
+    """
+    return {known: known for known in OPERATIONS}[name]  # type: ignore[index]
 
 
 def problem(chip: Chip, operation: Operation, workload: str, num_tokens: int) -> Problem:

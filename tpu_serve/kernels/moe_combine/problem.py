@@ -34,8 +34,9 @@ Operation = Literal["combine", "permute", "dots"]
 
 
 def granule(dtype: str, chip: Chip) -> int:
-    """Rows between which a copy of an array [R, H] can be cut: those of its tiles in memory, which tpu7x makes a register high."""
-    return 8 * 4 // BYTES.get(dtype, 4) if chip.name in ("tpu7x", "cpu") else 8
+    """Rows between which a copy of an array [R, H] can be cut: those of its tiles in memory, which are a register high on tpu7x and in 8 bits."""
+    item = BYTES.get(dtype, 4)
+    return 8 * 4 // item if chip.name in ("tpu7x", "cpu") or item == 1 else 8
 
 
 def round_up(number: int, multiple: int) -> int:
