@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_moe_sum import sum_plainly
 from jax.sharding import Mesh, PartitionSpec
 from simulator import FaultKind, KernelFault, Mode, Simulation
 
 from tpu_serve.device.chip import cpu_chip
 from tpu_serve.kernels.fused_moe_v2 import (
     buffers,
+    compact,
     delivery,
     dispatch,
     entries,
@@ -76,6 +78,9 @@ CASES = {
     "dense, NaN rows": Case(_DENSE, _TWO_SLOTS, "padding"),
     "dense, post norm": Case(_problem(8, 4, 2, hidden=100, post_norm=PostNorm(1e-5)), _TWO_SLOTS),
     "dense, 8-bit rows": Case(_problem(8, 4, 2, dispatch_dtype="int8", combine_dtype="int8"), _TWO_SLOTS),
+    # Two experts of about 40 rows: two products each, and two tiles.
+    "picked": Case(_problem(80, 2, 1, top_k=1, **_BIASED), Config("D", 128, ring_slots=2, compact_rows=32)),
+    "picked, NaN rows": Case(_DENSE, Config("D", 128, ring_slots=2, compact_rows=32), "padding"),
     # One device of four experts: four visits, so that both buffers of a visit are used twice.
     "gather": Case(_problem(16, 4, 1, **_BIASED), _GATHER),
     # All rows at one expert, which takes two visits and has one tile more than the ring has slots.
@@ -87,30 +92,6 @@ CASES = {
     "gather in two stages": Case(_problem(70, 1, 1, top_k=1), _GATHER, in_two_stages=True),
     "gather, 8-bit rows": Case(_problem(16, 4, 2, dispatch_dtype="int8"), _GATHER),
 }
-
-
-def plain_combine(
-    problem: Problem, config: Config, call: Call, arrived: jax.Array, scale: jax.Array | None, places: jax.Array, weights: jax.Array,
-    dtype: Any,
-) -> jax.Array:  # fmt: skip
-    """The last step of mode G without a kernel of its own, which would take a third of the time; test_fused_moe_combine.py has its faults."""
-    rows = arrived[jnp.maximum(places, 0)].astype(jnp.float32)
-    if scale is not None:
-        rows = rows * scale[jnp.maximum(places, 0)]
-    rows = jnp.where((places >= 0)[:, :, None, None], rows * weights[:, :, None, None], 0.0)
-    return tile.flatten(rows.sum(axis=1), problem.padded_hidden).astype(dtype)
-
-
-def plain_own_sums(
-    problem: Problem, config: Config, call: Call, arrived: jax.Array, scale: jax.Array | None, expert_ids: jax.Array, places: jax.Array,
-    weights: jax.Array, dtype: Any,
-) -> jax.Array:  # fmt: skip
-    return plain_combine(problem, config, call, arrived, scale, jnp.where(expert_ids < 0, -1, places), weights, dtype)
-
-
-def sum_plainly(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(op, "combine", plain_combine)
-    patch.setattr(op, "own_sums", plain_own_sums)
 
 
 def arguments(case: Case, seed: int = 0) -> tuple[Any, ...]:
@@ -254,6 +235,11 @@ MUTANTS = (
     Mutant("D sends missing choices to expert 0", "dense, choices missing", faults.argument(op, "_mode_d", "expert_ids", lambda ids: jnp.maximum(ids, 0)), _WRONG),
     Mutant("G sends missing choices to expert 0", "push, choices missing", faults.argument(op, "_mode_g", "expert_ids", lambda ids: jnp.maximum(ids, 0)), _WRONG),
     Mutant("D lets rows through that are not routed", "dense, NaN rows", faults.replace(mode_d._Kernel, "_coefficient", lambda original: lambda *given: jnp.maximum(original(*given), 1e-30)), {"eager": NAN}),
+    Mutant("D picks no rows beyond the first product", "picked", faults.replace(compact.pl, "cdiv", lambda original: lambda a, b: original(a, b) * 0 + 1), _WRONG),
+    Mutant("D picks another expert's rows", "picked", faults.argument(compact.CompactRows, "_pick", "expert", lambda expert: expert ^ 1), _WRONG),
+    Mutant("D puts rows back in other rows' places", "picked", faults.argument(compact.CompactRows, "_places", "number", lambda number: number * 0), _WRONG),
+    Mutant("D keeps sums of the first tile only", "picked", faults.argument(compact.CompactRows, "_multiply", "index", lambda index: index * 0), _WRONG),
+    Mutant("D picks with rows that are not finite", "picked, NaN rows", faults.replace(compact, "where_finite", lambda _: lambda values, _: values), {"eager": NAN}),
     Mutant("D adds the down bias per tile", "dense", faults.argument(mode_d._Kernel, "_accumulate", "index", lambda index: index * 0), _WRONG),
     Mutant("G adds the down bias per tile", "gather", faults.argument(mode_g.Body, "_multiply", "index", lambda index: index * 0), _WRONG),
     Mutant("scales before it normalises", "dense, post norm", faults.replace(tile, "normalise", faults.scaled_before_normalised), _WRONG),

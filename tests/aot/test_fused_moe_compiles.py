@@ -91,6 +91,7 @@ def test_mode_g_exchanged(chip, changes):
     ("workload", "chip", "format", "num_tokens", "num_devices"),
     [
         ("Qwen3-30B-A3B", "v6e", "bfloat16", 256, 8),
+        ("Qwen3-30B-A3B", "tpu7x", "fp8_channel", 256, 8),
         ("Qwen3-30B-A3B", "v6e", "bfloat16", 4096, 8),
         ("Qwen3.5-397B-A17B", "tpu7x", "fp8_channel", 16, 16),
         ("GPT-OSS-120B", "tpu7x", "mxfp4", 64, 8),

@@ -104,6 +104,10 @@ ILLEGAL: list[tuple[dict[str, Any], Config, str]] = [
     ),
     ({}, changes(D, ring_slots=1), "ring_slots must be at least 2, got 1"),
     ({"num_tokens": 1017}, D, None),
+    ({}, changes(D, compact_rows=256), None),
+    ({}, changes(D, compact_rows=48), "compact_rows 48 must be 0 or a multiple of 32"),
+    ({}, changes(D, compact_rows=-32), "compact_rows -32 must be 0 or a multiple of 32"),
+    ({}, changes(D, compact_rows=288), "compact_rows 288 are more than the 256 tokens"),
     ({"num_tokens": 1025}, D, "mode D is for at most 1024 tokens, not 1032"),
     ({"scale_on_input": True, "gate_up_bias": True, "down_bias": True}, G, None),
     ({}, changes(G, dispatch="a2a"), "dispatch 'a2a' is unknown; known are xla_ag, push_ag, dedup_push"),
@@ -173,6 +177,28 @@ def test_vmem_bytes_of_mode_d_counted_by_hand():
     assert vmem_bytes(problem, Config("D", 128)) == sum(parts.values()) + values + MIB
 
 
+def test_vmem_bytes_of_picked_rows_counted_by_hand():
+    """70 tokens, 96 in products with all of them; up to 128 of them in two products of 64 rows. 3 experts are 8 sublanes of weights."""
+    problem = Problem(70, 6, 2, 256, 256, 2, format="fp8_channel")
+    config = Config("D", 128, 2, compact_rows=64)
+    parts = {
+        "two slots of gate and up, and their scales": 2 * 2 * (256 * 128 + 128 * 4),
+        "two slots of down, and its scales": 2 * (128 * 256 + 256 * 4),
+        "tokens as they travel, and their scales": 70 * 32 * 128 + 128 * 4,
+        "tokens in the product, and their scales": 96 * 256 + 96 * 128 * 4,
+        "picked ones, their scales and weights": 128 * 256 + 2 * 128 * 128 * 4,
+        "between the products, until they are quantised": 64 * 128 * 4,
+        "sums, and those of one expert": (96 + 128) * 256 * 4,
+        "partial sums that leave and that come": 2 * 70 * 16 * 128 * 2,
+        "routing weights by expert, and ranks of the rows that have them": 2 * 8 * 128 * 4,
+        "ranks by token, and which tokens are not finite": 2 * 96 * 128 * 4,
+    }
+    buffers = [buffer for _, buffer in leaves(mode_d(problem, config))]
+    assert sum(buffer.num_bytes for buffer in buffers) == sum(parts.values())
+    values = (64 * 4 * 128 + 96 * 2 * 256) * 4
+    assert vmem_bytes(problem, config) == sum(parts.values()) + values + MIB
+
+
 def test_vmem_bytes_of_mode_g_counted_by_hand():
     """Two visits of 64 rows that travel in 8 bits both ways, weights in 8 bits with a scale a column."""
     problem = Problem(
@@ -210,7 +236,7 @@ def test_smem_bytes_counted_by_hand():
         "windows of tokens and of their weights, two visits from two devices": 2 * 2 * 2 * 2 * 128,
     }
     assert smem_bytes(problem, config) == 4 * sum(words.values())
-    assert smem_bytes(problem, Config("D", 256)) == 4 * (3 + 1)
+    assert smem_bytes(problem, Config("D", 256)) == 4 * (3 + 1 + 3), "active experts, how many, and the rows of each"
 
 
 def test_vmem_is_refused_one_byte_beyond_the_share():

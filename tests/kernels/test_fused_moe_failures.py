@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_moe_mutants import Case, arguments, layer, sum_plainly, wrong
+from fused_moe_mutants import Case, arguments, layer, wrong
 from jax.sharding import Mesh, PartitionSpec
 from simulator import Simulation, delayed
 
@@ -33,10 +33,7 @@ def _gathered(dispatch, combine, num_devices):
     )
 
 
-@pytest.fixture(autouse=True)
-def _cheap_sum(monkeypatch):
-    sum_plainly(monkeypatch)
-
+pytestmark = pytest.mark.usefixtures("plain_sums")
 
 # Neither tokens nor experts can be divided among the devices: the last one of three has neither, of six the last two have no experts.
 THREE, SIX = _problem(5, 4, 3), _problem(16, 8, 6, top_k=1)

@@ -10,6 +10,8 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 
+pytestmark = pytest.mark.usefixtures("plain_sums")
+
 LATE: tuple[Mode, ...] = ("on_wait",)
 """One way of moving copies: a format changes what is computed, not what waits for what."""
 GPT_OSS = Activation("swigluoai", 1.0, 1.3)

@@ -17,6 +17,8 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("plain_sums")
+
 D, G = Config("D", 128, 2), Config("G", 128, 2, block_rows=32, tile_rows=32)
 FIRST = Problem(14, 8, 2, 128, 256, 3)
 # Nothing but the tokens is as in the first: other experts, more choices, another intermediate size and a bias.

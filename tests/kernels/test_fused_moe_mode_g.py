@@ -164,6 +164,30 @@ RESIDENT = {
         ("one expert",),
     ),
 }
+# With the kernels that make the final sum. Own rows without scales are summed in windows.
+SUMMED = {
+    "in windows": (
+        Problem(21, 5, 3, 200, 128, 2),
+        Config("G", 128, 2, block_rows=32, tile_rows=32, dispatch="push_ag"),
+        ("partial", "nothing", "duplicates"),
+    ),
+    "in windows, all tokens everywhere": (
+        Problem(9, 6, 2, 128, 128, 3, sequence_parallel=False, format="float32", dtype="float32"),
+        Config("G", 128, 2, block_rows=32, tile_rows=32),
+        ("duplicates",),
+    ),
+    "rows with scales": (
+        Problem(9, 8, 2, 128, 128, 2, combine_dtype="int8"),
+        Config("G", 128, 2, block_rows=32, tile_rows=32),
+        ("uniform",),
+    ),
+    "summed and scattered": (
+        Problem(40, 4, 2, 128, 128, 2),
+        Config("G", 128, 2, block_rows=32, tile_rows=32, combine="rs"),
+        ("uniform",),
+    ),
+}
+
 # Too many rows for VMEM: the final sum reads them one by one.
 STREAMED = {
     "8 bits": (
@@ -179,11 +203,13 @@ STREAMED = {
 }
 
 
+@pytest.mark.usefixtures("plain_sums")
 @pytest.mark.parametrize("name", RING)
 def test_ring_and_visits(name):
     check(*RING[name])
 
 
+@pytest.mark.usefixtures("plain_sums")
 @pytest.mark.parametrize("name", EXCHANGE)
 def test_exchange(name):
     check(*EXCHANGE[name])
@@ -194,14 +220,21 @@ def test_all_tokens_on_every_device(name):
     check(*TOKENS_EVERYWHERE[name])
 
 
+@pytest.mark.usefixtures("plain_sums")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_travels_with_a_row(name):
     check(*ROWS[name])
 
 
+@pytest.mark.usefixtures("plain_sums")
 @pytest.mark.parametrize("name", RESIDENT)
 def test_tokens_in_vmem(name):
     check(*RESIDENT[name])
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_the_final_sum(name):
+    check(*SUMMED[name])
 
 
 @pytest.mark.parametrize("name", STREAMED)

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 
 import pytest
-from fused_moe_mutants import CASES, MUTANTS, arguments, layer, op, plain_combine, wrong
+from fused_moe_mutants import CASES, MUTANTS, arguments, layer, wrong
+from fused_moe_sum import sum_plainly
 from simulator import FaultKind, Simulation
 
 
@@ -16,7 +17,7 @@ def _simulation(case):
 def _passes(name, modes):
     case = CASES[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "combine", plain_combine)
+        sum_plainly(patch)
         simulation = _simulation(dataclasses.replace(case, routing=""))  # one for all routings
         return [wrong(case, output) for output in simulation.run(*arguments(case), modes=modes)] == [None] * len(modes)
 

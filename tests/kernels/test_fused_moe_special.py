@@ -18,7 +18,10 @@ from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2
 from tpu_serve.kernels.fused_moe_v2.problem import PostNorm, Problem
 from tpu_serve.kernels.fused_moe_v2.tile import quantise_rows
 
+pytestmark = pytest.mark.usefixtures("plain_sums")
+
 D, G = Config("D", 128, 2), Config("G", 128, 2, block_rows=32, tile_rows=32)
+COMPACT = replace(D, compact_rows=32)
 DEDUP = replace(G, dispatch="dedup_push", rounds=2)
 SUMMED = replace(G, combine="rs")
 
@@ -27,6 +30,9 @@ CONFINING = {
     "mode D": (replace(SMALL, down_bias=True), D),
     "mode D, post norm": (replace(SMALL, post_norm=PostNorm(1e-3)), D),
     "mode D, 8 bits": (replace(SMALL, format="int8_channel", combine_dtype="int8"), D),
+    "mode D, picked rows": (replace(SMALL, down_bias=True), COMPACT),
+    "mode D, picked rows, post norm": (replace(SMALL, post_norm=PostNorm(1e-3), scale_on_input=True), COMPACT),
+    "mode D, picked rows, 8 bits": (replace(SMALL, format="int8_channel", combine_dtype="int8"), COMPACT),
     "mode G": (replace(SMALL, down_bias=True), DEDUP),
     "mode G, summed and scattered": (replace(SMALL, scale_on_input=True), SUMMED),
     "mode G, 8 bits": (replace(SMALL, format="int8_channel", dispatch_dtype="int8", combine_dtype="int8"), G),

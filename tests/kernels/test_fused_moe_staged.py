@@ -23,6 +23,8 @@ from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 from tpu_serve.kernels.fused_moe_v2.quantise import dequantise
 
+pytestmark = pytest.mark.usefixtures("plain_sums")
+
 G = Config("G", 128, 2, block_rows=32, tile_rows=32)
 CASES = {
     "pushed in rounds": (

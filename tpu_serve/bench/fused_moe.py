@@ -90,7 +90,8 @@ def scalars_of(problem: Problem, config: Config, chip: Chip) -> dict[str, dict[i
         ids = uniform_ids(p)
         active = [expert for expert in range(p.local_experts) if (ids == expert).any()]
         listed = np.array(active + [e for e in range(p.local_experts) if e not in active], np.int32)
-        return {"fused_moe_d": {0: listed, 1: np.array([len(active)], np.int32)}}
+        counts = np.bincount(ids[(ids >= 0) & (ids < p.local_experts)].reshape(-1), minlength=p.local_experts)
+        return {"fused_moe_d": {0: listed, 1: np.array([len(active)], np.int32), 2: counts.astype(np.int32)}}
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         everyone = jax.vmap(lambda device, ids, weights: tables.sort_slots(p, device, ids, weights))(
             jnp.arange(p.num_devices, dtype=jnp.int32),

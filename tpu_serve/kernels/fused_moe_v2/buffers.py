@@ -21,6 +21,9 @@ ROW_MULTIPLE = 32
 WIDENED_ROWS = 256
 """Rows of a weight tile that are widened at a time."""
 
+EXPERT_MULTIPLE = 8
+"""Sublanes of a vector register of 32-bit values."""
+
 Stage = Literal["whole", "first", "second"]
 FIRST = ("gate_up", "gate_up_scale", "gate_up_bias")
 SECOND = ("down", "down_scale", "down_bias")
@@ -112,6 +115,20 @@ def mode_d_tile_rows(problem: Problem) -> int:
     return next(size for size in (128, 96, 64, 32) if rows % size == 0)
 
 
+def picked_rows(problem: Problem, config: Config) -> int:
+    """Rows that hold all of an expert's, in whole products."""
+    rows = round_up(problem.group_tokens, ROW_MULTIPLE)
+    return round_up(rows, config.compact_rows) if config.compact_rows else rows
+
+
+def coefficients_shape(problem: Problem, config: Config) -> tuple[int, int]:
+    """Of mode D's routing weights: tokens by experts, or experts by tokens where rows are picked by expert."""
+    rows = round_up(problem.group_tokens, ROW_MULTIPLE)
+    if config.compact_rows:
+        return round_up(problem.local_experts, EXPERT_MULTIPLE), rows
+    return rows, round_up(problem.local_experts, LANES)
+
+
 def mode_d(problem: Problem, config: Config) -> dict[str, Any]:
     p = problem
     rows = round_up(p.group_tokens, ROW_MULTIPLE)
@@ -120,22 +137,32 @@ def mode_d(problem: Problem, config: Config) -> dict[str, Any]:
         "ring": ring(p, config),
         "rows": Buffer((p.group_tokens, *lanes), p.dispatch_type),
         "activations": Buffer((rows, p.padded_hidden), p.weights.activation),
-        "hidden": _hidden(p, config, mode_d_tile_rows(p)),
+        "hidden": _hidden(p, config, config.compact_rows or mode_d_tile_rows(p)),
         "sum": Buffer((rows, p.padded_hidden)),
         "partial": Buffer((p.group_tokens, *lanes), p.combine_type),
         "partials": Buffer((p.num_devices, p.local_tokens, *lanes), p.combine_type),
-        "coefficients": Buffer((rows, round_up(p.local_experts, LANES))),
+        "coefficients": Buffer(coefficients_shape(p, config)),
         "small_semaphore": semaphores(),
         "sent": semaphores(3),
         "arrived": semaphores(3),
     }
     if p.dispatch_type in ROW_LIMITS:
-        group["row_scale"] = Buffer((rows, 1))
+        group["row_scale"] = Buffer((1, rows))
     if p.weights.quantises_rows:
         group["activation_scale"] = _activation_scale(p, rows)
     if p.post_norm is not None:
         group["norm_weight"] = Buffer((1, p.padded_hidden))
-        group["expert_sum"] = Buffer((rows, p.padded_hidden))
+    if p.post_norm is not None or config.compact_rows:
+        group["expert_sum"] = Buffer((picked_rows(p, config), p.padded_hidden))
+    if config.compact_rows:
+        picked = picked_rows(p, config)
+        group["ranks"] = Buffer(coefficients_shape(p, config))
+        group["rank_columns"] = Buffer(coefficients_shape(p, config)[::-1])
+        group["spoilt"] = Buffer((rows, 1))
+        group["picked"] = Buffer((picked, p.padded_hidden), p.weights.activation)
+        group["picked_coefficient"] = Buffer((picked, 1))
+        if p.weights.quantises_rows:
+            group["picked_scale"] = _activation_scale(p, picked)
     if p.combine_type in ROW_LIMITS:
         scales = round_up(p.group_tokens, LANES)
         group["partial_scale"] = Buffer((1, scales))

@@ -29,6 +29,7 @@ class Config:
       rounds: (G with pushes) parts of the group, nearest first, whose tokens are worked on as they come. Each round reads the weights.
       combine_tokens: (G) tokens of a step of the final sum.
       resident: (G) all tokens of the group lie in VMEM, where gathering a row takes a few loads instead of a copy of its own.
+      compact_rows: (D) rows of one product, picked out of the group's tokens for each expert; 0 for products with all of them.
     """
 
     mode: str
@@ -41,6 +42,7 @@ class Config:
     rounds: int = 1
     combine_tokens: int = 16
     resident: bool = False
+    compact_rows: int = 0
 
     def tiles_per_expert(self, problem: Problem) -> int:
         return problem.padded_intermediate // self.tile_columns

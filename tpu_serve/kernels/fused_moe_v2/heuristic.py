@@ -22,15 +22,34 @@ PUSH_DISPATCH_TOKENS = {"tpu7x": 1024}
 """Up to so many tokens pushes inside the kernel are taken before a gather by XLA; 2048 on other chips. Calculated from links and launches."""
 
 
-def mode_d_tokens(problem: Problem, chip: Chip) -> int:
-    """Most tokens for which running all of them through every active expert is worth it: about as many as the chip's ridge.
+MOST_MODE_D_TOKENS = 256
+"""Modelled schedules of more have not been compared with mode G's."""
 
-    Up to there the products hide behind reading the weights, and nothing has to be sorted, gathered or sent by row.
+
+def compact_rows(problem: Problem) -> int:
+    """`Config.compact_rows` that mode D is worth running with: twice the standard deviation more than an expert's rows, or 0.
+
+    All of 64 tokens go through an expert in the time in which its weights are read; so many more do not on any chip, if only because
+    each of them is quantised, activated and added. Where an expert has about half of the tokens nothing is gained by picking them out.
     """
+    rows = problem.num_tokens * problem.top_k / problem.num_experts
+    if problem.group_tokens <= 64:
+        return 0
+    sizes = (size for size in (32, 64, 128) if rows + 2 * rows**0.5 <= size <= problem.group_tokens / 2)
+    return min(sizes, default=0)
+
+
+def mode_d_tokens(problem: Problem, chip: Chip) -> int:
+    """Most tokens for which mode D is worth it: nothing has to be sorted, gathered or sent by row.
+
+    With all tokens through every active expert that is about the chip's ridge, up to which the products hide behind reading the weights.
+    """
+    if compact_rows(problem) and not problem.weights.widens:
+        return MOST_MODE_D_TOKENS
     ridge = 1.1 * ridge_rows(problem, chip)
-    # Widening a tile takes longer than its products with few rows.
-    most = 128 if problem.weights.widens else 256
-    return max((size for size in (32, 64, 128, 256) if size <= min(ridge, most)), default=32)
+    # Widening a tile takes longer than its products with few rows, picked or not: mode G's schedules are as short.
+    most = 128 if problem.weights.widens else MOST_MODE_D_TOKENS
+    return max((size for size in (32, 64, 128, MOST_MODE_D_TOKENS) if size <= min(ridge, most)), default=32)
 
 
 def ridge_rows(problem: Problem, chip: Chip) -> float:
@@ -75,9 +94,10 @@ def _ring_is_modest(problem: Problem, config: Config, chip: Chip) -> bool:
 
 
 def _mode_d(problem: Problem) -> Iterator[Config]:
-    for slots in (3, 2):
-        for width in tile_widths(problem):
-            yield Config("D", width, slots)
+    for rows in sorted({compact_rows(problem), 0}, reverse=True):
+        for slots in (3, 2):
+            for width in tile_widths(problem):
+                yield Config("D", width, slots, compact_rows=rows)
 
 
 def _with_resident_tokens(problem: Problem, chip: Chip) -> Iterator[Config]:
@@ -156,7 +176,8 @@ def _all(p: Problem, dispatches: tuple[str, ...], combines: tuple[str, ...]) -> 
         for slots in sorted({2, 3, 4, per_expert, per_expert + 1, 2 * per_expert}):
             if slots < 2:
                 continue
-            yield Config("D", width, slots)
+            for rows in (0, 32, 64, 128):
+                yield Config("D", width, slots, compact_rows=rows)
             for tile_rows in (32, 64, 128, 256):
                 for multiple in (1, 2, 3, 4, 6, 8):
                     for dispatch in dispatches:

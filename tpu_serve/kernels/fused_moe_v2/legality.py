@@ -27,9 +27,9 @@ def vmem_bytes(problem: Problem, config: Config, stage: buffers.Stage = "whole")
     """Bytes of VMEM that the kernel takes: its buffers, and the values of one product that do not fit in registers."""
     p = problem
     tree = buffers.mode_d(p, config) if config.mode == "D" else buffers.mode_g(p, config, stage)
-    rows = p.group_tokens if config.mode == "D" else config.tile_rows
-    rows = buffers.round_up(rows, buffers.ROW_MULTIPLE)
-    values = rows * (4 * config.tile_columns + 2 * p.padded_hidden) * 4
+    rows = buffers.round_up(p.group_tokens if config.mode == "D" else config.tile_rows, buffers.ROW_MULTIPLE)
+    of_product = config.compact_rows if config.mode == "D" and config.compact_rows else rows
+    values = (4 * of_product * config.tile_columns + 2 * rows * p.padded_hidden) * 4
     if p.weights.widens:
         values += 2 * buffers.WIDENED_ROWS * max(config.tile_columns, p.padded_hidden) * 4
     return _total(tree) + values + MIB
@@ -76,7 +76,7 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of SMEM: tables that are there for the whole call, and windows."""
     p = problem
     if config.mode == "D":
-        return 4 * (p.local_experts + 1)
+        return 4 * (2 * p.local_experts + 1)
     visits = max_visits(p, config)
     runs = p.local_experts * config.rounds * p.num_devices
     words = 7 * visits + 4 * runs + 3 + config.rounds
@@ -134,6 +134,10 @@ def _unfit(p: Problem, c: Config) -> str | None:
     if c.mode == "D":
         if p.group_tokens > MAX_MODE_D_TOKENS:
             return f"mode D is for at most {MAX_MODE_D_TOKENS} tokens, not {p.group_tokens}"
+        if c.compact_rows < 0 or c.compact_rows % buffers.ROW_MULTIPLE:
+            return f"compact_rows {c.compact_rows} must be 0 or a multiple of {buffers.ROW_MULTIPLE}"
+        if c.compact_rows > buffers.round_up(p.group_tokens, buffers.ROW_MULTIPLE):
+            return f"compact_rows {c.compact_rows} are more than the {p.group_tokens} tokens"
         return None
     return _unfit_g(p, c)
 

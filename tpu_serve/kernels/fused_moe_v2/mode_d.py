@@ -9,6 +9,7 @@ H padded hidden, E local experts, D devices.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.collective_ids import CollectiveId
 from tpu_serve.kernels.fused_moe_v2 import buffers, exchange, tile
 from tpu_serve.kernels.fused_moe_v2.call import Call, scratch_of
+from tpu_serve.kernels.fused_moe_v2.compact import CompactRows
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, round_up
 from tpu_serve.kernels.fused_moe_v2.ring import Ring, TileShape
@@ -37,7 +39,9 @@ class _Kernel:
     shape: TileShape
     axis: str
 
-    def __call__(self, active: Any, num_active: Any, inputs: dict[str, Any], out: Any, scratch: dict[str, Any]) -> None:
+    def __call__(
+        self, active: Any, num_active: Any, counts: Any, inputs: dict[str, Any], out: Any, scratch: dict[str, Any]
+    ) -> None:
         ring = Ring(self.shape, inputs["weights"], scratch["ring"])
         num_loads = num_active[0] * self.shape.per_expert
         for load in range(ring.num_slots):  # weights do not depend on the peers: they start before everyone has come
@@ -55,7 +59,14 @@ class _Kernel:
         for copy in small:
             copy.wait()
         self._arrive(scratch)
-        jax.lax.fori_loop(0, num_loads, lambda load, _: self._step(ring, active, load, num_loads, scratch), None)
+        compact = CompactRows(self.problem, self.config, scratch, counts) if self.config.compact_rows else None
+        accumulate: Any = functools.partial(self._accumulate, scratch)
+        if compact is not None:
+            compact.prepare()
+            accumulate = compact.accumulate
+        jax.lax.fori_loop(0, num_loads, lambda load, _: self._step(ring, active, load, num_loads, accumulate), None)
+        if compact is not None:
+            compact.finish()
         if self.problem.sequence_parallel:
             # Own tokens have left: after the kernel their buffer is somebody else's.
             for _ in range(self.problem.num_devices):
@@ -84,7 +95,7 @@ class _Kernel:
         p = self.problem
         exchange.wait_bytes_of(scratch["rows"], scratch["arrived"].at[0])
         rows = self._padded(tile.flatten(scratch["rows"][...], p.padded_hidden))
-        came_with = scratch["row_scale"][...] if "row_scale" in scratch else None
+        came_with = _as_column(scratch["row_scale"][...], 0, len(rows)) if "row_scale" in scratch else None
         values, scale = tile.from_wire(rows, came_with, p.dispatch_type, p.weights)
         scratch["activations"][...] = values
         if scale is not None:
@@ -96,13 +107,13 @@ class _Kernel:
             return rows
         return jnp.concatenate([rows, jnp.zeros((missing, rows.shape[1]), rows.dtype)])
 
-    def _step(self, ring: Ring, active: Any, load: Any, num_loads: Any, scratch: dict[str, Any]) -> None:
+    def _step(self, ring: Ring, active: Any, load: Any, num_loads: Any, accumulate: Any) -> None:
         ring.wait(load)
         index = jax.lax.rem(load, self.shape.per_expert)
-        self._accumulate(ring.tile(load), active[load // self.shape.per_expert], index, scratch)
+        accumulate(ring.tile(load), active[load // self.shape.per_expert], index)
         self._refill(ring, active, load + ring.num_slots, num_loads)
 
-    def _accumulate(self, part: ExpertWeights, expert: Any, index: Any, scratch: dict[str, Any]) -> None:
+    def _accumulate(self, scratch: dict[str, Any], part: ExpertWeights, expert: Any, index: Any) -> None:
         """Adds what one tile of an expert contributes, some rows at a time."""
         size = buffers.mode_d_tile_rows(self.problem)
 
@@ -243,6 +254,7 @@ def run(
     coefficients: jax.Array,
     active: jax.Array,
     num_active: jax.Array,
+    counts: jax.Array,
     weights: ExpertWeights,
     norm_weight: jax.Array | None,
 ) -> jax.Array:
@@ -250,9 +262,9 @@ def run(
 
     Args:
       x: own tokens [T, L, 128] in the dispatch type, or all of them [G, L, 128] without sequence parallelism.
-      row_scale: f32[R, 1] of all tokens where the dispatch type is an 8-bit one.
-      coefficients: f32[R, E rounded up to 128], the routing weight of each row and local expert, 0 for none.
-      active: i32[E] local experts with at least one token, first; num_active: i32[1].
+      row_scale: f32[1, R] of all tokens where the dispatch type is an 8-bit one.
+      coefficients: f32 of `buffers.coefficients_shape`, the routing weight of each row and local expert, 0 for none.
+      active: i32[E] local experts with at least one token, first; num_active: i32[1]; counts: i32[E] tokens of each.
       norm_weight: f32[1, H] where the problem has a post norm.
 
     Returns:
@@ -271,7 +283,7 @@ def run(
         _Kernel(p, config, shape, call.axis),
         out_shape=jax.ShapeDtypeStruct((num_rows, p.padded_hidden), jnp.dtype(p.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             in_specs=[jax.tree.map(lambda _: in_hbm, inputs)],
             out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
             scratch_shapes=(scratch_of(buffers.mode_d(p, config)),),
@@ -279,4 +291,4 @@ def run(
         compiler_params=call.compiler_params(CollectiveId.FUSED_MOE_D, p.num_devices),
         interpret=call.interpret,
         name="fused_moe_d",
-    )(active, num_active, inputs)
+    )(active, num_active, counts, inputs)

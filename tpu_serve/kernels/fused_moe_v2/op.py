@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_serve.device.experts import ExpertWeights
-from tpu_serve.kernels.fused_moe_v2 import mode_d, tables, tile
+from tpu_serve.kernels.fused_moe_v2 import mode_d, routed, tables, tile
 from tpu_serve.kernels.fused_moe_v2.buffers import ROW_MULTIPLE, window_rows
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.combine import combine, own_sums
@@ -145,7 +145,10 @@ def _everyone(call: Call, p: Problem, tree: Any) -> Any:
     if len(leaves) == 1 or any(leaf.dtype.itemsize != 4 for leaf in leaves):
         return jax.tree.map(lambda array: jax.lax.all_gather(array, call.axis), tree)
     words = [jax.lax.bitcast_convert_type(leaf, jnp.int32).reshape(-1) for leaf in leaves]
-    gathered = jax.lax.all_gather(jnp.concatenate(words), call.axis)
+    packed = jnp.concatenate(words)
+    # Whole rows of lanes: others are gathered by a sum over the devices, which moves everyone's part with zeros for the rest.
+    packed = jnp.pad(packed, (0, -len(packed) % LANES))
+    gathered = jax.lax.all_gather(packed, call.axis)
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [
         jax.lax.bitcast_convert_type(gathered[:, end - leaf.size : end].reshape(p.num_devices, *leaf.shape), leaf.dtype)
@@ -162,18 +165,13 @@ def _mode_d(
     if p.sequence_parallel:
         gathered = _everyone(call, p, (expert_ids, routing_weights, scale))
         expert_ids, routing_weights, scale = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), gathered)
-    num_rows = round_up(p.group_tokens, ROW_MULTIPLE)
-    local = expert_ids - jax.lax.axis_index(call.axis) * p.local_experts
-    chosen = (local[:, :, None] == jnp.arange(round_up(p.local_experts, LANES))) & (expert_ids >= 0)[:, :, None]
-    coefficients = jnp.sum(jnp.where(chosen, routing_weights[:, :, None], 0.0), axis=1)
-    is_active = chosen.any((0, 1))[: p.local_experts]
-    missing = ((0, num_rows - p.group_tokens), (0, 0))
+    first = jax.lax.axis_index(call.axis) * p.local_experts
+    coefficients, counts = routed.coefficients(p, config, expert_ids, routing_weights, first)
+    missing = round_up(p.group_tokens, ROW_MULTIPLE) - p.group_tokens
     return mode_d.run(
         p, config, call, rows,
-        None if scale is None else jnp.pad(scale[:, None], missing),
-        jnp.pad(coefficients, missing),
-        jnp.argsort(~is_active, stable=True).astype(jnp.int32),
-        jnp.sum(is_active, dtype=jnp.int32)[None],
+        None if scale is None else jnp.pad(scale, (0, missing))[None],
+        coefficients, routed.active_first(counts), jnp.sum(counts > 0, dtype=jnp.int32)[None], counts,
         weights, norm,
     )  # fmt: skip
 

@@ -139,19 +139,23 @@ def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Arra
     return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
 
 
-MAX_PANEL = 1024
-"""Columns of one product. Wider ones take several times longer to compile; narrower ones wait for the matrix unit's first results."""
+FEW_ROWS = 32
 
 
-def panel_columns(columns: int) -> int:
+def widest_panel(num_rows: int) -> int:
+    """Columns of one product at most. Wider ones take several times longer to compile; narrower ones wait for the matrix unit's first results."""
+    return 3072 if num_rows <= FEW_ROWS else 1024
+
+
+def panel_columns(columns: int, num_rows: int) -> int:
     """Width of the panels into which so many columns are cut, all but the last, which may be narrower."""
-    panels = ceil_div(columns, MAX_PANEL)
+    panels = ceil_div(columns, widest_panel(num_rows))
     return round_up(ceil_div(columns, panels), LANES)
 
 
-def _for_panels(columns: int, body: Any) -> None:
+def for_panels(columns: int, num_rows: int, body: Any) -> None:
     """body(pl.ds of one panel), in a loop: unrolled, the products of a large tile make long programs."""
-    width = panel_columns(columns)
+    width = panel_columns(columns, num_rows)
     whole = columns // width
 
     def one(index: Any, _: None) -> None:
@@ -195,7 +199,7 @@ def inner(
     def panel(columns: Any) -> None:
         store(columns, activate(half(0, columns), half(1, columns), activation))
 
-    _for_panels(tile.gate_up.shape[2], panel)
+    for_panels(tile.gate_up.shape[2], rows.shape[0], panel)
 
 
 def outer(hidden: jax.Array, row_scale: jax.Array | None, tile: ExpertWeights, weights: Format, add: Any) -> None:
@@ -211,7 +215,7 @@ def outer(hidden: jax.Array, row_scale: jax.Array | None, tile: ExpertWeights, w
         scale = None if tile.down_scale is None else tile.down_scale[:, 0, columns]
         add(columns, product(hidden, row_scale, tile.down[:, columns], scale, weights))
 
-    _for_panels(tile.down.shape[1], panel)
+    for_panels(tile.down.shape[1], hidden.shape[0], panel)
 
 
 def normalise(rows: jax.Array, norm: PostNorm, weight: jax.Array, hidden: int) -> jax.Array:

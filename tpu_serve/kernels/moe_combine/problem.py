@@ -21,6 +21,8 @@ CHUNK = 512
 
 MAX_TOP_K = 128
 
+MAX_EXPERTS = 4096
+
 MAX_ROWS = 2**24
 """Places of rows are computed in float32, which counts exactly up to here."""
 
@@ -191,6 +193,8 @@ def supported(problem: Problem, chip: Chip, operation: Operation = "combine") ->
         return f"{p.num_rows} rows are not a multiple of {p.align}, between which copies of {p.dtype} are cut"
     if p.top_k > MAX_TOP_K:
         return f"{p.top_k} choices of a token are more than {MAX_TOP_K}"
+    if p.num_experts > MAX_EXPERTS:
+        return f"{p.num_experts} experts are more than {MAX_EXPERTS}"
     if p.num_rows > MAX_ROWS:
         return f"{p.num_rows} rows are more than {MAX_ROWS}"
     smallest = Config(LANES, LANES if p.align > 1 else p.hidden)

@@ -195,7 +195,7 @@ def scattered(
     problem: Problem, config: Config, context: Context, tokens: jax.Array, ids: jax.Array, weights: jax.Array | None,
     *, zero_rest: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """rows[row of choice (t, k)] = weights[t, k] * tokens[t], one product rounded once.
+    """rows[row of choice (t, k)] = weights[t, k] * tokens[t], one product rounded once; 0 where the weight is 0, whatever the token.
 
     Args:
       tokens: [T, H] in the problem's dtype.
