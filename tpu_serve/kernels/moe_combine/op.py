@@ -60,6 +60,12 @@ def reason_against(problem: Problem, context: Context, operation: Operation) -> 
 
 def choose(problem: Problem, choice: Choice, operation: Operation) -> Backend:
     """The backend of a call. Where the kernel is asked for and does not run, XLA does; the reason is logged once and counted."""
+    backend = _chosen(problem, choice, operation)
+    _log_choice(operation, problem.num_tokens, backend)
+    return backend
+
+
+def _chosen(problem: Problem, choice: Choice, operation: Operation) -> Backend:
     if choice.backend == "onehot":
         return "onehot"
     if choice.backend == "xla":
@@ -74,6 +80,12 @@ def choose(problem: Problem, choice: Choice, operation: Operation) -> Backend:
         logger.warning("MoE %s: the kernel (tc) does not run, XLA does: %s", operation, reason)
     fallbacks[operation, reason] += 1
     return "xla"
+
+
+@functools.cache
+def _log_choice(operation: Operation, num_tokens: int, backend: Backend) -> None:
+    """Once for all layers of a program."""
+    logger.info("MoE %s of %d tokens: %s", operation, num_tokens, backend)
 
 
 def _problem(

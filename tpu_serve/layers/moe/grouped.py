@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +63,14 @@ class Grouped(OneDevice):
         matmul = "xla" if self.grouped_matmul == "auto" and not self.chip.is_tpu else self.grouped_matmul
         matmul = "tc" if matmul == "auto" else matmul
         context = self._context(matmul)
+        _log_products(len(x), matmul)
         inner = grouped_gate_up(rows, weights.gate_up, sizes, Activation("silu"), context, backend=matmul)
         done = grouped_matmul(inner, weights.down, sizes, context, backend=matmul)
         choice = Choice(self.combine, self._context(self.combine), num_experts)
         return combine(done, ids, routing.weights, choice, "float32")[:, : x.shape[1]]
+
+
+@functools.cache
+def _log_products(num_tokens: int, backend: str) -> None:
+    """Once for all layers of a program."""
+    logger.info("MoE grouped products of %d tokens: %s", num_tokens, backend)
