@@ -199,7 +199,8 @@ def permute(tokens: jax.Array, ids: jax.Array, choice: Choice, num_rows: int) ->
       tokens: [T, H], of a type in `problem.BYTES`.
       ids: i32[T, K], each at least -1, which makes no row, and less than the number of experts.
       choice: what computes it.
-      num_rows: R, at least the number of ids that are not -1; rows behind theirs hold anything.
+      num_rows: R, at least the number of ids that are not -1; rows behind theirs hold anything. The kernel runs where it is a multiple of
+        `problem.granule`.
 
     Returns:
       [R, H] in the type of the tokens, unchanged but for the sign of zero, the payload of NaN and subnormal numbers, which products clear.

@@ -168,8 +168,12 @@ def vmem_bytes(problem: Problem, config: Config, operation: Operation) -> int:
     windows = 2 * tokens * panel * BYTES[p.out_type if operation == "combine" else p.dtype]
     windows += 2 * 2 * round_up(p.top_k, SUBLANES) * tokens * 4 + 2 * round_up(p.num_experts, SUBLANES) * LANES * 4
     ranking = 3 * round_up(p.num_experts, SUBLANES) * tokens * 4 + tokens * tokens * 2
-    product = (max(p.num_parts * tokens, CHUNK) + CHUNK) * panel * 4
-    return held + windows + ranking + product + MIB
+    item = BYTES[p.product_dtype]
+    if operation == "permute":  # tokens, cleaned and marked by what is not finite; results and what was there before
+        values = (tokens * (4 + 4 * item) + CHUNK * 4 * 4) * panel
+    else:
+        values = (max(p.num_parts * tokens, CHUNK) + CHUNK) * panel * 4
+    return held + windows + ranking + values + MIB
 
 
 def supported(problem: Problem, chip: Chip, operation: Operation = "combine") -> str | None:
