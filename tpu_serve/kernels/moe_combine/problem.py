@@ -170,7 +170,7 @@ def vmem_bytes(problem: Problem, config: Config, operation: Operation) -> int:
     ranking = 3 * round_up(p.num_experts, SUBLANES) * tokens * 4 + tokens * tokens * 2
     item = BYTES[p.product_dtype]
     if operation == "permute":  # tokens, cleaned and marked by what is not finite; results and what was there before
-        values = (tokens * (4 + 4 * item) + CHUNK * 4 * 4) * panel
+        values = (tokens * (4 + 4 * item) + CHUNK * 8 * item) * panel
     else:
         values = (max(p.num_parts * tokens, CHUNK) + CHUNK) * panel * 4
     return held + windows + ranking + values + MIB
