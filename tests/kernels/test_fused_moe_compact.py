@@ -81,3 +81,17 @@ FORMATS = {
 def test_every_format(name):
     problem, columns = FORMATS[name]
     check(replace(problem, format=name), Config("D", columns, 2, compact_rows=32), ("one expert", "padding"), LATE)
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block128"])
+def test_a_nan_of_a_token_without_experts_reaches_nobody_in_8_bits(name):
+    """One value of a row, so that the row has a maximum; rows are picked by products that have all tokens in them."""
+    problem = Problem(40, 4, 2, 256, 256, 2, format=name)
+    layer, inputs = Layer(problem, replace(TILES, tile_columns=256)), make(problem, routing="partial")
+    (clean,) = layer.run(inputs, LATE)
+    idle = np.flatnonzero((inputs.expert_ids < 0).all(axis=1))
+    assert len(idle)
+    x = inputs.x.copy()
+    x[idle, 5] = np.nan
+    (result,) = layer.run(replace(inputs, x=x), ("eager",))
+    np.testing.assert_array_equal(result, clean)

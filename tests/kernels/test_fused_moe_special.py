@@ -156,3 +156,15 @@ def test_rows_without_a_usable_scale_are_zeros(dtype):
     values, scale = jax.jit(lambda x: quantise_rows(x, dtype))(rows)
     found = np.asarray(values).astype(np.float64) * np.asarray(scale)
     np.testing.assert_array_equal(found, reference.rounded(rows, dtype))
+
+
+@pytest.mark.parametrize("dtype", ROW_LIMITS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_makes_zeros_of_its_row_only(dtype, value):
+    """In as many rows as are reduced several at a time, where a maximum may lose a NaN."""
+    rows = np.random.default_rng(0).normal(size=(32, 256)).astype(np.float32)
+    rows[[3, 20], [5, 255]] = value
+    values, scale = jax.jit(lambda x: quantise_rows(x, dtype))(rows)
+    found = np.asarray(values).astype(np.float64) * np.asarray(scale)
+    np.testing.assert_allclose(found, reference.rounded(rows, dtype), rtol=1e-6)
+    assert not found[[3, 20]].any()

@@ -29,7 +29,9 @@ def quantise_rows(rows: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
       values dtype[M, N], scale f32[M, 1]; rows are about values * scale.
     """
     limit = ROW_LIMITS[dtype]
-    peak = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
+    magnitude = jnp.abs(rows)
+    # NaN as an infinity: not every maximum hands a NaN on, and a row that keeps one spoils whatever it is summed with.
+    peak = jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=1, keepdims=True)
     scale = peak / limit
     usable = (scale >= jnp.finfo(F32).tiny) & (peak < jnp.inf)
     scale = jnp.where(usable, scale, 0.0)
