@@ -110,9 +110,14 @@ def test_rows_that_lie_for_themselves():
     assert compiled(p, "v6e", "combine").temporary_bytes < 2 * MIB
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("chip", "operation"), [("v6e", "combine"), ("v6e", "permute"), ("v6e", "dots"), ("tpu7x", "permute")]
+    ("chip", "operation", "dtype"),
+    [
+        ("v6e", "combine", "float32"),
+        ("v6e", "permute", "bfloat16"),
+        ("v6e", "dots", "bfloat16"),
+        ("tpu7x", "permute", "float32"),
+    ],
 )
 def test_vmem_that_the_compiler_takes_is_counted(chip, operation, dtype):
     p, config = small(chip, dtype, None, hidden=1024), Config(256, 512)

@@ -9,18 +9,18 @@ import pytest
 from moe_combine_inputs import Case, given, simulated
 from simulator import FaultKind, KernelFault
 
-from tpu_serve.kernels.moe_combine import selection, tables
-from tpu_serve.kernels.moe_combine.problem import FIELDS
+from tpu_serve.kernels.moe_combine import selection
 from tpu_serve.kernels.moe_combine.windows import Windows
 
-# Blocks of 128 tokens share granules; two panels in the second.
+# Three blocks of tokens, which share granules.
 ONE_PANEL = Case(300, 1, 13, 128, 128, "uniform", weight_dtype=None)
 TWO_PANELS = Case(300, 1, 13, 256, 128, "uniform", weight_dtype=None)
 SUMS = Case(150, 1, 5, 128, 128, "uniform", align=8, out_dtype="float32")
 
-scattered_anew, sums_anew = (
-    lambda case, name=name: simulated.__wrapped__(case, name) for name in ("scattered", "sums")
-)
+
+def traced_anew(case, operation):
+    """Not from the cache, which holds kernels without a fault."""
+    return simulated.__wrapped__(case, operation)
 
 
 def skip(monkeypatch, *names):
@@ -33,7 +33,7 @@ def rows_lost(case, *modes):
     """Rows of the scatter direction that are not their token's, in the worse order of copies."""
     ids, tokens = case.ids(), case.tokens()
     wanted, count = reference.permute(tokens, ids, None, case.problem.num_rows), np.sum(ids >= 0)
-    outputs = scattered_anew(case).run(tokens, ids, modes=modes or ("on_wait", "eager"), allow_nan=True)
+    outputs = traced_anew(case, "scattered").run(tokens, ids, modes=modes or ("on_wait", "eager"), allow_nan=True)
     return max(int(np.any(np.asarray(rows)[:count] != wanted[:count], axis=1).sum()) for rows in outputs)
 
 
@@ -50,26 +50,11 @@ def test_what_is_read_back_must_have_arrived(monkeypatch):
     assert caught.value.kind is FaultKind.RACE
 
 
-@pytest.mark.parametrize("case", [ONE_PANEL, TWO_PANELS], ids=["one panel", "two panels"])
-def test_what_is_read_back_must_have_been_written(monkeypatch, case):
+def test_what_is_read_back_must_have_been_written(monkeypatch):
     skip(monkeypatch, "wait")
     with pytest.raises(KernelFault) as caught:
-        rows_lost(case, "eager")
+        rows_lost(ONE_PANEL, "eager")
     assert caught.value.kind is FaultKind.RACE
-
-
-def test_a_granule_at_the_end_of_a_window_counts_too(monkeypatch):
-    make = tables.make
-
-    def without_tails(problem, config, ids):
-        table = make(problem, config, ids)
-        entries = table.windows[..., :-2].reshape(len(table.windows), -1, FIELDS).at[:, :, 4].set(0)
-        sums = entries.sum(axis=1)
-        ends = [sums[:, 1:2], sums[:, 3:4]]
-        return table._replace(windows=jnp.concatenate([entries.reshape(len(entries), -1), *ends], axis=1)[:, None])
-
-    monkeypatch.setattr(tables, "make", without_tails)
-    assert rows_lost(ONE_PANEL) > 0
 
 
 def test_without_a_second_look_nan_spreads_over_the_block(monkeypatch):
@@ -77,20 +62,5 @@ def test_without_a_second_look_nan_spreads_over_the_block(monkeypatch):
     ids, weights = SUMS.ids(), SUMS.weights()
     rows = SUMS.rows(ids)
     rows[reference.rows_of(ids)[3, 0]] = np.nan
-    for sums in sums_anew(SUMS).run(*given(rows, ids, weights), allow_nan=True):
+    for sums in traced_anew(SUMS, "sums").run(*given(rows, ids, weights), allow_nan=True):
         assert np.isnan(sums).any(axis=1).sum() > 100
-
-
-def test_weights_rounded_to_bfloat16_are_noticed(monkeypatch):
-    parts = selection.parts
-
-    def rounded(problem, values):
-        first, *rest = parts(problem, values)
-        return [first, *map(jnp.zeros_like, rest)]
-
-    monkeypatch.setattr(selection, "parts", rounded)
-    ids, weights = SUMS.ids(), SUMS.weights()
-    rows = SUMS.rows(ids)
-    exact = reference.combine(rows, ids, weights.astype(jnp.bfloat16))
-    for sums in sums_anew(SUMS).run(rows, ids, weights):
-        np.testing.assert_allclose(sums, exact, rtol=1e-6)

@@ -42,6 +42,16 @@ def test_every_row_is_its_tokens(name):
         check(case, case.tokens(seed), case.ids(seed, routing), case.weights(seed), name in ZERO_REST)
 
 
+def test_the_rest_is_zero_behind_a_granule_that_only_the_last_block_has():
+    """That block's buffer holds rows of the one before, which then lie behind the last row: nothing was read back over them."""
+    case = CASES["weights, two panels"]
+    ids = np.minimum(case.ids(routing="uniform"), 11)
+    ids[256:] = 12
+    ids[-2:] = -1, 12
+    assert np.sum(ids >= 0) % case.align == 6
+    check(case, case.tokens(), ids, case.weights(), True)
+
+
 @pytest.mark.parametrize("name", ["weights, two panels", "last of three panels narrower", "float32", "float8_e4m3fn"])
 def test_what_is_not_finite_stays_in_its_rows(name):
     """With its sign, which a weight may turn; a weight of 0 makes 0 of it."""

@@ -173,6 +173,8 @@ def vmem_bytes(problem: Problem, config: Config, operation: Operation) -> int:
         values = (tokens * (4 + 4 * item) + CHUNK * 8 * item) * panel
     else:
         values = (max(p.num_parts * tokens, CHUNK) + CHUNK) * panel * 4
+    if p.product_dtype == "float32":  # a factor once more, cut into the parts of which a full product is made
+        values += tokens * panel * 4
     return held + windows + ranking + values + MIB
 
 
