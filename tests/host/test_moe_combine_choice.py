@@ -129,9 +129,13 @@ def test_auto(chip, num_tokens, wanted, caplog):
     assert not caplog.records
 
 
-def test_auto_takes_xla_where_the_kernel_refuses():
-    p = dataclasses.replace(GOOD, hidden=200)
-    assert op.choose(p, op.Choice("auto", Context(V6E), 16), "combine") == "xla"
+def test_auto_takes_xla_where_the_kernel_refuses_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(op, "fallbacks", type(op.fallbacks)())
+    p = dataclasses.replace(GOOD, num_rows=2044)
+    with caplog.at_level(logging.WARNING):
+        assert op.choose(p, op.Choice("auto", Context(V6E), 16), "combine") == "xla"
+    assert "2044 rows are not a multiple of 8" in caplog.text
+    assert sum(op.fallbacks.values()) == 1
 
 
 @pytest.mark.parametrize("backend", ["onehot", "xla"])

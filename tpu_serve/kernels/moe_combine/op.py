@@ -72,8 +72,10 @@ def _chosen(problem: Problem, choice: Choice, operation: Operation) -> Backend:
         return "xla"
     reason = reason_against(problem, choice.context, operation)
     if choice.backend == "auto":
-        few = problem.num_tokens <= ONE_HOT_TOKENS
-        return ("onehot" if few else "tc") if choice.context.chip.is_tpu and reason is None else "xla"
+        if not choice.context.chip.is_tpu:
+            return "xla"
+        if problem.num_tokens <= ONE_HOT_TOKENS:
+            return "onehot"
     if reason is None:
         return "tc"
     if not fallbacks[operation, reason]:
