@@ -191,7 +191,7 @@ def test_what_is_refused_at_the_door():
         grouped_matmul(lhs, rhs, sizes, context, existing=np.zeros((3, 128)))
     with pytest.raises(ValueError, match=r"gate_up must be \[E, 2, H, I\]"):
         grouped_gate_up(lhs, rhs, sizes, Activation(), context)
-    with pytest.raises(ValueError, match="backend 'gpu' is unknown; known are tpu, xla"):
+    with pytest.raises(ValueError, match="backend 'gpu' is unknown; known are tc, xla"):
         grouped_matmul(lhs, rhs, sizes, context, backend="gpu")
     problem = Problem(4, 2, 128, 128)
     with pytest.raises(ValueError, match="tile_rows 8 must be a multiple of 16"):
