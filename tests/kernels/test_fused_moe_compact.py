@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fused_moe_driver import Layer, check, compare
+from fused_moe_driver import Layer, check
 from fused_moe_inputs import make
 from simulator import Mode
 
-from tpu_serve.kernels.fused_moe_v2 import reference, tolerance
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 from simulator import Simulation, delayed
 
 from tpu_serve.device.chip import cpu_chip
-from tpu_serve.kernels.fused_moe_v2 import op, reference, tolerance, tables
+from tpu_serve.kernels.fused_moe_v2 import op, reference, tables, tolerance
+from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import COMBINES, DISPATCHES, Config
-from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 
 LONGEST_DELAY = 0.3  # seconds; an undelayed device is through its part of these kernels sooner

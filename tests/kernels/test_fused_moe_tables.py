@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from tpu_serve.device.chip import TPU_CHIPS
 from tpu_serve.kernels.fused_moe_v2 import tables
+from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.gather import Visits
-from tpu_serve.kernels.fused_moe_v2.buffers import max_rows
 from tpu_serve.kernels.fused_moe_v2.legality import check, max_visits, smem_bytes
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 

@@ -76,7 +76,7 @@ def test_rows_of_other_groups_stay_in_an_existing_array():
 def test_the_log_says_once_why_the_kernel_is_not_taken(caplog):
     products.log_fallback.cache_clear()
     lhs, rhs = normal(0, (ROWS, 24)), normal(1, (EXPERTS, 24, 20))
-    with caplog.at_level(logging.INFO, logger=products.__name__):
+    with caplog.at_level(logging.WARNING, logger=products.__name__):
         for context in (CPU, CPU, Context(TPU_CHIPS["v6e"])):
             out = grouped_matmul(lhs, rhs, SIZES, context, group_offset=1)
             assert error(out[OWN], forward(lhs, rhs[:, None], SIZES, 1)[0][OWN]) < ERROR["float32"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
 from tpu_serve.config import ConfigError
+from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 MODELS = ["qwen3_moe", "qwen3_moe_tied"]

@@ -46,7 +46,9 @@ def fuse_experts(tensors):
     for prefix, parts in experts.items():
         gate, up, down = ("w1", "w3", "w2") if "w1" in parts else ("gate_proj", "up_proj", "down_proj")
         count = len(parts[gate])
-        fused[f"{prefix}.gate_up_proj"] = np.stack([np.concatenate([parts[gate][e], parts[up][e]]) for e in range(count)])
+        fused[f"{prefix}.gate_up_proj"] = np.stack(
+            [np.concatenate([parts[gate][e], parts[up][e]]) for e in range(count)]
+        )
         fused[f"{prefix}.down_proj"] = np.stack([parts[down][e] for e in range(count)])
     return {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in fused.items()}
 

@@ -49,7 +49,7 @@ ROWS = 144
 """Every prompt is padded to this, so that one program a backend and model serves all tests."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(model, backend):
     def run(params, token_ids, num_tokens):
         is_token = jnp.arange(ROWS) < num_tokens

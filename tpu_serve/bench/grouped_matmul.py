@@ -94,4 +94,7 @@ def _tables(p: Problem, cut: Config) -> dict[int, Any]:
             jnp.asarray(uniform_sizes(p)), 0, experts=p.experts, rows=p.rows, tile_rows=cut.tile_rows,
             length=max_visits(p, cut), with_empty=p.role == "weight_gradient",
         )  # fmt: skip
-    return {0: int(made.counts[0]), **{index + 1: np.asarray(table) for index, table in enumerate(made)}}
+    tables: tuple[jax.Array, ...] = made
+    if p.role == "weight_gradient":  # which needs no order of the groups
+        tables = (made.tile, made.group, made.begin, made.end, made.counts)
+    return {0: int(made.counts[0]), **{index + 1: np.asarray(table) for index, table in enumerate(tables)}}

@@ -46,7 +46,9 @@ def _total(tree: dict[str, Any]) -> int:
 def combine_is_resident(problem: Problem, config: Config, chip: Chip) -> bool:
     """Whether the final sum brings all rows that arrived into VMEM."""
     whole = buffers.combine(problem, config, True)
-    return _total({name: whole[name] for name in ("rows", "scales") if name in whole}) <= COMBINE_SHARE * chip.vmem_bytes
+    return (
+        _total({name: whole[name] for name in ("rows", "scales") if name in whole}) <= COMBINE_SHARE * chip.vmem_bytes
+    )
 
 
 def sum_by_windows(problem: Problem, config: Config, chip: Chip, dtype: str) -> windows.Problem | None:

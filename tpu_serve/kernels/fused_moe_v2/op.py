@@ -104,8 +104,12 @@ def check_arrays(
         "routing_weights": ((rows, p.top_k), "float32"),
         "gate_up": ((experts, 2, hidden, intermediate), p.weights.weight),
         "down": ((experts, intermediate, hidden), p.weights.weight),
-        "gate_up_scale": ((experts, 2, p.weights.scale_rows(hidden), intermediate), "float32") if p.weights.scaled else None,
-        "down_scale": ((experts, p.weights.num_blocks(intermediate), 1, hidden), "float32") if p.weights.scaled else None,
+        "gate_up_scale": ((experts, 2, p.weights.scale_rows(hidden), intermediate), "float32")
+        if p.weights.scaled
+        else None,
+        "down_scale": ((experts, p.weights.num_blocks(intermediate), 1, hidden), "float32")
+        if p.weights.scaled
+        else None,
         "gate_up_bias": ((experts, 2, 1, intermediate), "float32") if p.gate_up_bias else None,
         "down_bias": ((experts, 1, hidden), "float32") if p.down_bias else None,
         "norm_weight": ((p.hidden,), "float32") if p.post_norm else None,
@@ -131,9 +135,7 @@ def merge_duplicates(expert_ids: jax.Array, weights: jax.Array) -> tuple[jax.Arr
 
 def encode_tokens(p: Problem, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Tokens [T, H] as they travel, [T, L, 128], and f32[T] scales where that is in 8 bits."""
-    rows, scale = tile.to_wire(
-        jnp.pad(x, ((0, 0), (0, p.padded_hidden - p.hidden))).astype(F32), p.dispatch_type
-    )
+    rows, scale = tile.to_wire(jnp.pad(x, ((0, 0), (0, p.padded_hidden - p.hidden))).astype(F32), p.dispatch_type)
     return tile.to_lanes(rows, p.row_lanes), None if scale is None else scale[:, 0]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401  so that NumPy knows the small types by name
 import numpy as np

@@ -101,7 +101,9 @@ class Ring:
                 values, target = (reference.at[at] if at else reference for reference in (parts[field], wide))
                 scale = parts[f"{field}_scale"].at[at] if at else parts[f"{field}_scale"].at[:, 0]
 
-                def some(first: Any, count: int, values: Any = values, target: Any = target, scale: Any = scale) -> None:
+                def some(
+                    first: Any, count: int, values: Any = values, target: Any = target, scale: Any = scale
+                ) -> None:
                     rows = pl.ds(first, count)
                     blocks = None
                     if weights.block is not None and weights.block < LANES:

@@ -79,7 +79,7 @@ def refused(context: Context, *problems: Problem) -> str | None:
 @functools.cache
 def log_fallback(reason: str) -> None:
     """Says so once for each reason."""
-    logger.info("Grouped products by XLA instead of the kernel: %s", reason)
+    logger.warning("Grouped products by XLA instead of the kernel: %s", reason)
 
 
 def run_forward(

@@ -39,7 +39,10 @@ def group_bounds(
     ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     first = jnp.asarray(group_offset, jnp.int32)
-    return tuple(jax.lax.dynamic_slice_in_dim(one, first, experts) for one in (starts, ends))  # type: ignore[return-value]
+    return (
+        jax.lax.dynamic_slice_in_dim(starts, first, experts),
+        jax.lax.dynamic_slice_in_dim(ends, first, experts),
+    )
 
 
 def own_rows(group_sizes: jax.Array, group_offset: jax.Array | int, experts: int, rows: int) -> jax.Array:

@@ -15,9 +15,11 @@ def operation(name: str) -> Operation:
     """The operation of this name.
 
     Raises:
-      KeyError: there is none.
+      ValueError: there is none.
     """
-    return {known: known for known in OPERATIONS}[name]  # type: ignore[index]
+    if name not in OPERATIONS:
+        raise ValueError(f"operation {name!r} is unknown; known are {', '.join(OPERATIONS)}")
+    return name
 
 
 def problem(chip: Chip, operation: Operation, workload: str, num_tokens: int) -> Problem:

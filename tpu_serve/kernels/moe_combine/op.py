@@ -91,7 +91,12 @@ def _log_choice(operation: Operation, num_tokens: int, backend: Backend) -> None
 
 
 def _problem(
-    choice: Choice, ids: jax.Array, array: jax.Array, weights: jax.Array | None, num_rows: int, out_dtype: str | None = None
+    choice: Choice,
+    ids: jax.Array,
+    array: jax.Array,
+    weights: jax.Array | None,
+    num_rows: int,
+    out_dtype: str | None = None,
 ) -> Problem:
     weight_dtype = None if weights is None else jnp.dtype(weights.dtype).name
     dtype = jnp.dtype(array.dtype).name

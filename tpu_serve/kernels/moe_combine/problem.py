@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tpu_serve.device.chip import MIB, Chip
+from tpu_serve.kernels.fused_moe_v2.problem import LANES, ceil_div, round_up
 
-LANES = 128
 SUBLANES = 8
 
 CHUNK = 512
@@ -39,14 +39,6 @@ def granule(dtype: str, chip: Chip) -> int:
     """Rows between which a copy of an array [R, H] can be cut: those of its tiles in memory, which are a register high on tpu7x and in 8 bits."""
     item = BYTES.get(dtype, 4)
     return 8 * 4 // item if chip.name in ("tpu7x", "cpu") or item == 1 else 8
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +186,9 @@ def supported(problem: Problem, chip: Chip, operation: Operation = "combine") ->
     if p.hidden % LANES or p.hidden < LANES:
         return f"{p.hidden} columns are not a multiple of {LANES}"
     if p.align == 1 and (operation != "combine" or p.row_lanes * LANES < p.hidden):
-        return f"rows of {p.row_lanes} groups of {LANES} columns can be summed only, and must have the {p.hidden} columns"
+        return (
+            f"rows of {p.row_lanes} groups of {LANES} columns can be summed only, and must have the {p.hidden} columns"
+        )
     if p.num_rows % p.align:
         return f"{p.num_rows} rows are not a multiple of {p.align}, between which copies of {p.dtype} are cut"
     if p.top_k > MAX_TOP_K:

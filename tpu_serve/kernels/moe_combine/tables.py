@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tpu_serve.kernels.moe_combine.problem import FIELDS, Config, Problem, num_blocks, padded_experts
+from tpu_serve.kernels.moe_combine.problem import Config, Problem, num_blocks, padded_experts
+
 
 class Tables(NamedTuple):
     """Of every token block; B blocks, E experts.

@@ -22,13 +22,11 @@ from tpu_serve.kernels.fused_moe_v2.tile import activate
 from tpu_serve.kernels.grouped_matmul.op import grouped_matmul
 from tpu_serve.kernels.grouped_matmul.split import grouped_matmul_split
 from tpu_serve.kernels.moe_combine.op import BACKENDS, Backend, Choice, combine, permute
+from tpu_serve.layers.moe.grouped import ROW_MULTIPLE
 from tpu_serve.layers.moe.routing import Routing
 from tpu_serve.option import ConfigError, check_at_least, check_choices, check_types, option
 
 logger = logging.getLogger(__name__)
-
-ROW_MULTIPLE = 32
-"""Rows are filled up to a multiple of this, the most that one tile of memory holds of any type, so that copies of whole tiles fit."""
 
 SILU = Activation("silu")
 
