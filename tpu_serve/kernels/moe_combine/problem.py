@@ -132,7 +132,7 @@ def buffers(problem: Problem, config: Config, operation: Operation) -> dict[str,
     rows: two slots of the block's rows, one worked on while the other is copied.
     selected: the 0/1 matrix, or that of weights, a chunk of rows at a time, its parts side by side.
     spread: place and weight of each choice, spread over the axis along which rows lie.
-    total: the sums of a panel. dots: products of every row with every token. own: 1 for the block's own rows.
+    total: the sums of a panel. flat: a chunk of rows that lie for themselves, side by side, where one may not be finite. dots: products of every row with every token. own: 1 for the block's own rows.
     granule: for the rows behind the last one.
     """
     p, rows, tokens = problem, buffer_rows(problem, config), config.block_tokens
@@ -143,6 +143,8 @@ def buffers(problem: Problem, config: Config, operation: Operation) -> dict[str,
         held["selected"] = ((chunks, p.num_parts * tokens, CHUNK), p.product_dtype)
         held["spread"] = ((kinds, p.top_k, tokens, LANES), "float32")
         held["total"] = ((tokens, config.panel), "float32")
+        if p.align == 1:
+            held["flat"] = ((CHUNK, config.panel), p.dtype)
     elif operation == "permute":
         held["selected"] = ((chunks, CHUNK, p.num_parts * tokens), p.product_dtype)
         held["spread"] = ((kinds, p.top_k, SUBLANES, tokens), "float32")
@@ -151,6 +153,12 @@ def buffers(problem: Problem, config: Config, operation: Operation) -> dict[str,
     else:
         held["dots"] = ((chunks, CHUNK, tokens), "float32")
     return held
+
+
+def slice_columns(config: Config) -> int:
+    """Columns of a panel that are summed at a time where a row may not be finite."""
+    widths = (width for width in range(min(config.panel, 512), 0, -LANES) if config.panel % width == 0)
+    return max(widths)
 
 
 def vmem_bytes(problem: Problem, config: Config, operation: Operation) -> int:
@@ -165,6 +173,8 @@ def vmem_bytes(problem: Problem, config: Config, operation: Operation) -> int:
         values = (tokens * (4 + 4 * item) + CHUNK * 8 * item) * panel
     else:
         values = (max(p.num_parts * tokens, CHUNK) + CHUNK) * panel * 4
+        if operation == "combine" and p.align == 1:
+            values -= CHUNK * panel * BYTES[p.dtype]  # held
     if p.product_dtype == "float32":  # a factor once more, cut into the parts of which a full product is made
         values += tokens * panel * 4
     return held + windows + ranking + values + MIB
