@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -98,6 +99,20 @@ class MoEOptions:
         choices=("auto", "tc", "xla"),
     )
 
+    moe_tuning_dir: tuple[str, ...] = option(
+        (),
+        "folders of tuning tables (<chip>/fused_moe_v2.json, as `tpu-serve tune` writes them) that go before those of the package",
+        metavar="DIR",
+    )
+    moe_strict_tables: bool = option(
+        False, "refuse to start while a token bucket of the fused kernel has no row of its own in the tuning tables"
+    )
+    moe_tiles: dict[str, Any] = option(
+        {},
+        'for experiments: run the fused kernel with this config (a row\'s "value") wherever it is legal; also read from TPU_SERVE_MOE_TILES',
+        metavar="JSON",
+    )
+
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
@@ -107,6 +122,28 @@ class MoEOptions:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} needs --moe-backend grouped: {self.moe_backend} has no such part to choose."
                 )
+
+    @property
+    def tiles(self) -> dict[str, Any]:
+        """What --moe-tiles gives, or the environment where that is left out; empty for neither.
+
+        Raises:
+          ConfigError: the environment variable holds no JSON object.
+        """
+        given = os.environ.get("TPU_SERVE_MOE_TILES")
+        if self.moe_tiles or not given:
+            return self.moe_tiles
+        try:
+            value = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"TPU_SERVE_MOE_TILES={given!r} is not JSON: {error}.") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"TPU_SERVE_MOE_TILES={given!r} is not a JSON object.")
+        return value
+
+    @property
+    def tuning_folders(self) -> list[Path]:
+        return [Path(folder).expanduser() for folder in self.moe_tuning_dir]
 
 
 @dataclass(frozen=True)

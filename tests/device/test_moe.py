@@ -102,14 +102,29 @@ def test_routing(renormalise):
 def test_choice_of_backend_is_logged_and_refusal_has_a_reason(caplog, monkeypatch):
     config = MoEConfig(4, 2, HIDDEN, INNER, True)
     caplog.set_level("INFO")
-    assert choose_backend(MoEOptions("auto"), config, cpu_chip(), ONE_DEVICE, "float32").name == "ragged"
-    assert choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], ONE_DEVICE, "float32") == Ragged(
-        chip_is_tpu=True
-    )
-    assert choose_backend(MoEOptions("dense"), config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
-    assert "ragged (the fastest that supports this layer)" in caplog.text
+
+    def path(name, chip, num_tokens=64):
+        return choose_backend(MoEOptions(name), config, chip, ONE_DEVICE, "float32").planner.plan(num_tokens).path
+
+    assert path("auto", cpu_chip()) == "ragged"
+    assert path("auto", TPU_CHIPS["v6e"]) == "ragged"
+    assert path("dense", cpu_chip()) == "dense"
+    assert "MoE backend: dense" in caplog.text
     monkeypatch.setattr(Ragged, "supports", lambda self, config, chip: "it is Sunday")
-    assert choose_backend(MoEOptions("auto"), config, cpu_chip(), ONE_DEVICE, "float32").name == "dense"
-    assert "MoE backend ragged cannot run: it is Sunday" in caplog.text
+    assert path("auto", cpu_chip()) == "dense"
+    backend = choose_backend(MoEOptions("auto"), config, cpu_chip(), ONE_DEVICE, "float32")
+    assert ("ragged", "it is Sunday") in backend.planner.plan(64).refusals
     with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: it is Sunday"):
         choose_backend(MoEOptions("ragged"), config, cpu_chip(), ONE_DEVICE, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sorted_by_expert_on_a_cpu_no_call_copies_the_experts(dtype):
+    """XLA's CPU backend would convert all bfloat16 experts to float32 before a loop that takes one at a time."""
+    num_experts, hidden, inner = 16, 256, 512
+    shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    weights = ExpertWeights(shape(num_experts, 2, hidden, inner), shape(num_experts, inner, hidden))
+    routing = Routing(shape(8, 2, dtype="float32"), shape(8, 2, dtype="int32"))
+    compiled = jax.jit(Ragged(chip_is_tpu=False)).lower(shape(8, hidden), routing, weights).compile()
+    one_expert_in_float32 = 3 * hidden * inner * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * one_expert_in_float32

@@ -1,5 +1,7 @@
 """The fused kernel as a backend of the layer: what it gives, and when it is chosen."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
 from tpu_serve.device.mesh import make_mesh
 from tpu_serve.layers.moe.backends import choose_backend
-from tpu_serve.layers.moe.fused import ByTokens, Fused
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
 
@@ -36,29 +37,30 @@ def test_equals_the_loop(num_devices, num_tokens, top_k):
     np.testing.assert_allclose(out, loop(x, ids, shares, gate_up, down), atol=1e-5)
 
 
-def test_which_steps_it_takes_on_a_tpu(caplog):
-    caplog.set_level("INFO")
+def test_which_steps_it_takes_on_a_tpu():
     config = MoEConfig(128, 8, 2048, 768, True)
-    backend = choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], mesh(8), "bfloat16")
-    assert isinstance(backend, ByTokens)
-    assert "MoE backend: fused, or ragged on each of 8 devices where that is not expected to pay" in caplog.text
-    taken = {tokens: backend.reason_against(tokens) is None for tokens in (1, 64, 256, 257, 511, 512, 8192)}
+    planner = choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], mesh(8), "bfloat16").planner
+    taken = {tokens: planner.plan(tokens).path == "fused" for tokens in (1, 64, 256, 257, 511, 512, 8192)}
     assert taken == {1: True, 64: True, 256: True, 257: False, 511: False, 512: True, 8192: True}
-    assert backend.reason_against(300) == "300 tokens are more than the 256 of mode D and fewer than the 512 of mode G"
-    assert not isinstance(
-        choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], mesh(1), "float32"), ByTokens | Fused
-    )
-    assert not isinstance(choose_backend(MoEOptions("auto"), config, cpu_chip(), mesh(8), "float32"), ByTokens | Fused)
+    assert "300 tokens are more than the 256 of mode D and fewer than the 512 of mode G" in planner.plan(300).reason
+    for chip, num_devices in ((TPU_CHIPS["v6e"], 1), (cpu_chip(), 8)):
+        backend = choose_backend(MoEOptions("auto"), config, chip, mesh(num_devices), "float32")
+        assert {backend.planner.plan(tokens).path for tokens in (1, 64, 4096)} == {"ragged"}
+        assert not backend.padding, "weights that no kernel reads stay as they are"
 
 
-def test_the_other_backend_gets_what_it_understands():
+def test_the_other_paths_get_what_they_understand():
     """Steps between the modes go to XLA although the weights are padded for the kernel."""
     num_experts, num_tokens = 6, 300
     x, ids, shares, gate_up, down = problem(num_tokens, num_experts, 2)
     config = MoEConfig(num_experts, 2, HIDDEN, INNER, True)
-    fused = Fused(config, mesh(2), cpu_chip(), "float32")
-    backend = ByTokens(fused, choose_backend(MoEOptions("ragged"), config, cpu_chip(), mesh(2), "float32"))
-    assert backend.reason_against(num_tokens) is not None
+    on_tpu = choose_backend(MoEOptions("auto"), config, TPU_CHIPS["v6e"], mesh(2), "float32")
+    assert on_tpu.planner.plan(num_tokens).path == "ragged"
+    assert on_tpu.padding == {"expert_hidden": 128, "expert_inner": 128}
+    # The same plans with what computes on this machine.
+    backend = dataclasses.replace(
+        on_tpu, others=choose_backend(MoEOptions("auto"), config, cpu_chip(), mesh(2), "float32").others
+    )
     weights = ExpertWeights(padded(gate_up, 2), padded(down, 2))
     out = jax.jit(backend)(jnp.asarray(x), Routing(jnp.asarray(shares), jnp.asarray(ids)), weights)
     np.testing.assert_allclose(out, loop(x, ids, shares, gate_up, down), atol=1e-5)

@@ -11,7 +11,20 @@ from tpu_serve.cli import main as cli
 from tpu_serve.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[], ["serve"], ["batch"], ["run-batch"], ["bench"], ["bench", "prefill"], ["bench", "decode"], ["convert"]]
+COMMANDS = [
+    [],
+    ["serve"],
+    ["batch"],
+    ["run-batch"],
+    ["bench"],
+    ["bench", "prefill"],
+    ["bench", "decode"],
+    ["bench", "kernels"],
+    ["bench", "moe"],
+    ["plan"],
+    ["tune"],
+    ["convert"],
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

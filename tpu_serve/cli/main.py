@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from tpu_serve import __version__
-from tpu_serve.cli import batch, bench, convert, serve
+from tpu_serve.cli import batch, bench, convert, plan, serve, tune
 from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
 
 FAILED_TO_RUN = 2
 INTERRUPTED = 130
-COMMANDS = (serve, batch, bench, convert)
+COMMANDS = (serve, batch, bench, plan, tune, convert)
 """Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
 
 

@@ -137,7 +137,7 @@ def _reader(name: str, hint: Any) -> Callable[[str], Any]:
     """What turns the text of a flag into a value (into one element, for a list)."""
     if name in SIZES:
         return _size
-    readers: dict[type, Callable[[str], Any]] = {int: _integer, float: _number, str: str, dict: _json_object}
+    readers: dict[type, Callable[[str], Any]] = {int: _integer, float: _number, str: str, dict: json_object}
     if typing.get_origin(hint) in (tuple, types.UnionType):  # tuple[int, ...] and `int | None`
         hint = typing.get_args(hint)[0]
     return readers[typing.get_origin(hint) or hint]
@@ -164,7 +164,8 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -28,6 +28,7 @@ from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_gener
 from tpu_serve.layers.attention import pages_per_block
 from tpu_serve.layers.moe.backends import choose_backend
 from tpu_serve.models.registry import build_model
+from tpu_serve.moe_plan.rows import rows_of
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import num_cache_hits
 from tpu_serve.runner.model_runner import DeviceState, ModelRunner
@@ -63,9 +64,11 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     specs = model.param_specs(dtype)
     placement = Placement.over(take_devices(config.parallel), specs, model.cache_layout(dtype))
     chip, mesh, rules = placement.chip, placement.mesh, placement.rules
-    experts = choose_backend(config.moe, model.moe, chip, mesh, dtype.name)
+    rows = rows_of(chip.name, config.moe.tuning_folders)
+    experts = choose_backend(config.moe, model.moe, chip, mesh, dtype.name, rows)
     placement = placement.padded_for(experts.padding)
     plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
+    experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
     on_phase("tokenizer", 0.0)
     tokenizer = _tokenizer(config, folder)
     info = ModelInfo(
@@ -109,7 +112,8 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         "%d programs, for %s tokens, were ready in %.1f s; %d of them came from the compile cache",
         len(plan.buckets), ", ".join(map(str, plan.buckets)), time.perf_counter() - started, num_cache_hits() - hits,
     )  # fmt: skip
-    return Engine(config, info, Intake(info, config.model.seed), EngineCore(scheduler, runner), tokenizer)
+    core = EngineCore(scheduler, runner)
+    return Engine(config, info, Intake(info, config.model.seed), core, tokenizer, experts.planner.counts())
 
 
 def _set_up_compile_cache(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tpu_serve.config import EngineConfig
@@ -20,6 +21,7 @@ class Engine:
       intake: makes requests for the core.
       core: the step loop.
       tokenizer: of the model.
+      moe_plans: how many token buckets run their experts in which way, by (path, where the tiles come from), see `moe_plan`.
     """
 
     config: EngineConfig
@@ -27,3 +29,4 @@ class Engine:
     intake: Intake
     core: EngineCore
     tokenizer: Tokenizer
+    moe_plans: Mapping[tuple[str, str], int]

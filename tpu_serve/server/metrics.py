@@ -144,6 +144,17 @@ class _EngineCollector(Collector):
         yield self._counter(
             "tpu_serve:compile", "Programs compiled; constant once ready", core.runner.compile_count if core else 0
         )
+        yield self._moe_plans()
+
+    def _moe_plans(self) -> Metric:
+        family = GaugeMetricFamily(
+            "tpu_serve:moe_plans",
+            "Token buckets by how their experts run and where the tiles come from",
+            labels=(*LABELS, "path", "source"),
+        )
+        for (path, source), count in sorted(self.engine.moe_plans.items() if self.engine else ()):
+            family.add_metric((*self._labels, path, source), count)
+        return family
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help, labels=LABELS)

@@ -1,6 +1,6 @@
-"""Implementations of the expert computation behind one protocol.
+"""Implementations of the expert computation, and what is made of them for a model.
 
-Every backend computes `sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t))` with e = expert_ids[t, k], and nothing for id -1.
+Every one computes `sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t))` with e = expert_ids[t, k], and nothing for id -1.
 A backend is called with whole arrays, whatever devices they lie on. Those for one device are called so by `ExpertParallel`, once on each
 device of a mesh with that device's experts.
 """
@@ -8,40 +8,26 @@ device of a mesh with that device's experts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_serve.config import ConfigError, MoEOptions
+from tpu_serve.config import MoEOptions
 from tpu_serve.device.chip import Chip
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
-from tpu_serve.layers.moe.fused import ByTokens, Fused
+from tpu_serve.layers.moe.fused import Fused
 from tpu_serve.layers.moe.grouped import Grouped
 from tpu_serve.layers.moe.one_device import OneDevice
+from tpu_serve.layers.moe.planned import Planned, Portable
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
+from tpu_serve.moe_plan.key import read_tiles
+from tpu_serve.moe_plan.layer import MoELayer, Policy
+from tpu_serve.moe_plan.lookup import Rows
+from tpu_serve.moe_plan.planner import Planner
 
 logger = logging.getLogger(__name__)
-
-
-class ExpertBackend(Protocol):
-    """One way to compute the experts."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def padding(self) -> Mapping[str, int]:
-        """Multiples to which logical axes of the expert weights must be filled up with zeros when they are loaded."""
-
-    def supports(self, config: MoEConfig, chip: Chip) -> str | None:
-        """None when it can run there, else the reason why not, as a sentence."""
-
-    def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        """[T, H] -> [T, H] in the type of x."""
 
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
@@ -138,46 +124,72 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     def body(block: jax.Array, out: jax.Array) -> jax.Array:
         expert = expert_of_block[block]
         rows = jax.lax.dynamic_slice_in_dim(buffer, block * size, size)
-        gate_up = jax.lax.dynamic_index_in_dim(weights.gate_up, expert, keepdims=False)
+        gate_up, down = _one_expert(weights, expert, block)
         inner = jax.nn.silu(rows @ gate_up[0]) * (rows @ gate_up[1])
-        done = inner @ jax.lax.dynamic_index_in_dim(weights.down, expert, keepdims=False)
+        done = inner @ down
         return jax.lax.dynamic_update_slice_in_dim(out, done, block * size, axis=0)
 
     out = jax.lax.fori_loop(0, blocks_end[-1], body, jnp.zeros_like(buffer))
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def choose_backend(options: MoEOptions, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> ExpertBackend:
-    """The backend that is asked for; "auto" takes the fastest one that supports the layer, and the log says which and why.
+def _one_expert(weights: ExpertWeights, expert: jax.Array, trip: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An expert's matrices inside of a loop.
+
+    XLA's CPU backend slices bfloat16 by converting the whole array to float32, and moves that out of the loop: every call would convert all
+    experts. Bits are sliced as they lie; the barrier keeps them where the loop is.
+
+    Args:
+      trip: something that changes with every trip of the loop.
+    """
+
+    def slice_of(array: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
+        one = jax.lax.dynamic_index_in_dim(bits, expert, keepdims=False)
+        return jax.lax.bitcast_convert_type(one, array.dtype)
+
+    gate_up, down, _ = jax.lax.optimization_barrier((weights.gate_up, weights.down, trip))
+    return slice_of(gate_up), slice_of(down)
+
+
+def choose_backend(
+    options: MoEOptions, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str, rows: Rows | None = None
+) -> Planned:
+    """The layer that is asked for, on the mesh. Which path each number of tokens takes is its plan's answer.
 
     Args:
       mesh: the devices that the experts are split over; a backend for one device runs on each of them.
       dtype: of the tokens and the weights.
+      rows: of the chip's tuning tables.
 
     Raises:
-      ConfigError: the named backend does not support the layer, with its reason.
+      ConfigError: no backend, or not the one that is named, supports the layer, with its reason.
     """
-    reason: str | None = None
-    name = options.moe_backend
-    for backend in _candidates(options, config, chip, mesh, dtype):
-        reason = backend.supports(config, chip)
-        if reason is None:
-            why = " (the fastest that supports this layer)" if name == "auto" else ""
-            logger.info("MoE backend: %s%s", backend.name, why)
-            return backend
-        logger.info("MoE backend %s cannot run: %s", backend.name, reason)
-    raise ConfigError(f"--moe-backend {name} cannot run this model: {reason}")
 
-
-def _candidates(options: MoEOptions, config: MoEConfig, chip: Chip, mesh: Mesh, dtype: str) -> list[ExpertBackend]:
-    """The backend asked for, or for "auto" those to try, best first."""
-
-    def everywhere(local: OneDevice) -> ExpertBackend:
+    def everywhere(local: OneDevice) -> Portable:
         return local if mesh.size == 1 else ExpertParallel(local, mesh)
 
-    fused, ragged, dense = Fused(config, mesh, chip, dtype), everywhere(Ragged(chip.is_tpu)), everywhere(Dense())
-    grouped = everywhere(Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip))
-    if options.moe_backend != "auto":
-        return [{"fused": fused, "grouped": grouped, "ragged": ragged, "dense": dense}[options.moe_backend]]
-    # On one device nothing travels, and XLA's own grouped product needs no kernel; on a CPU the kernel is only simulated.
-    return [ByTokens(fused, ragged), ragged, dense] if chip.is_tpu and mesh.size > 1 else [ragged, dense]
+    fused = Fused(mesh, chip)
+    others = {
+        "dense": everywhere(Dense()),
+        "ragged": everywhere(Ragged(chip.is_tpu)),
+        "grouped": everywhere(Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip)),
+    }
+    reasons = {backend.name: backend.supports(config, chip) for backend in (fused, Dense(), Ragged(chip.is_tpu))}
+    reasons["grouped"] = others["grouped"].supports(config, chip)
+    policy = Policy(
+        backend=options.moe_backend,
+        tiles=read_tiles(options.tiles),
+        unavailable={name: reason for name, reason in reasons.items() if reason is not None},
+    )
+    planner = Planner(layer_of(config, dtype), mesh.size, chip, policy, rows)
+    planner.plan(1)  # refuses what no number of tokens can change
+    name = options.moe_backend
+    shown = others[name].name if name in others else name
+    logger.info("MoE backend: %s%s", shown, " (the fastest for each number of tokens)" if name == "auto" else "")
+    return Planned(planner, fused, others)
+
+
+def layer_of(config: MoEConfig, dtype: str) -> MoELayer:
+    """The layer of a model as plans know it."""
+    return MoELayer(config.num_experts, config.top_k, config.hidden, config.intermediate, format=dtype, dtype=dtype)

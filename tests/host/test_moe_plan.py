@@ -1,0 +1,362 @@
+"""How an expert layer runs: every plan legal or refused with a reason, rows looked up by rule, thresholds, and what is said of it."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpu_serve.config import ConfigError, MoEOptions
+from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
+from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
+from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
+from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
+from tpu_serve.kernels.fused_moe_v2.legality import check, supports
+from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of, read_tiles
+from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
+from tpu_serve.moe_plan.lookup import Rows, find
+from tpu_serve.moe_plan.plan import plan_layer
+from tpu_serve.moe_plan.planner import Planner
+from tpu_serve.moe_plan.rows import rows_of, tables_of
+from tpu_serve.moe_plan.text import table
+from tpu_serve.tuning_tables.table import Entry, Provenance, Table, Threshold
+
+V6E = TPU_CHIPS["v6e"]
+LAYER = MoELayer.of_workload(WORKLOADS["Qwen3-30B-A3B"], "bfloat16")
+COMPILED = Provenance("compiled", "2026-11-30", "0.10.2")
+NO_ROWS = Rows()
+
+
+def measured(**changes):
+    known = {"jax": "0.10.2", "us": 100.0, "us_xla": 150.0, "iterations": 20, "spread": 0.01}
+    return Provenance("measured", "2026-11-30", **{**known, **changes})
+
+
+def config_at(num_tokens, layer=LAYER, chip=V6E):
+    """The rule's config, with one slot more, so that it can be told from the rule's."""
+    found = heuristic(problem_of(layer, num_tokens, 8, Policy(sequence_parallel=True)), chip)
+    return dataclasses.replace(found, ring_slots=found.ring_slots + 1)
+
+
+def row(num_tokens, config=None, provenance=COMPILED, least=None, layer=LAYER):
+    key = key_of(problem_of(layer, num_tokens, 8, Policy()))
+    return Entry(key, config or config_at(num_tokens, layer), provenance, least)
+
+
+def rows(*entries, thresholds=(), **given):
+    return Rows([Table(KERNEL, "v6e", V6E.vmem_bytes, entries, thresholds)], **{"jax": "0.10.2", **given})
+
+
+def plan(num_tokens, known=NO_ROWS, layer=LAYER, num_devices=8, chip=V6E, **policy):
+    return plan_layer(layer, num_tokens, num_devices, chip, Policy(**policy), known)
+
+
+def test_needs_no_jax():
+    code = (
+        "import sys, tpu_serve.moe_plan.planner, tpu_serve.moe_plan.rows, tpu_serve.moe_plan.text;"
+        "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    chip=st.sampled_from(list(TPU_CHIPS.values())),
+    workload=st.sampled_from(list(WORKLOADS.values())),
+    format=st.sampled_from(list(FORMATS)),
+    num_devices=st.sampled_from([1, 2, 3, 4, 6, 8, 16]),
+    num_tokens=st.one_of(st.integers(1, 40000), st.sampled_from(BUCKETS)),
+    sequence_parallel=st.booleans(),
+)
+def test_every_plan_is_legal_or_refused_with_a_reason(
+    chip, workload, format, num_devices, num_tokens, sequence_parallel
+):
+    layer = MoELayer.of_workload(workload, format)
+    if format == "float32":
+        layer = dataclasses.replace(layer, dtype="float32")
+    known = SHIPPED[chip.name]
+    made = plan(num_tokens, known, layer, num_devices, chip, sequence_parallel=sequence_parallel)
+    if made.path == "fused":
+        assert check(made.problem, made.config, chip) is None
+        assert made.source in ("exact", "bucket", "near", "heuristic")
+        assert made.vmem_bytes <= chip.vmem_bytes
+        assert made.smem_bytes <= chip.smem_bytes
+        assert made.ici_bytes > 0
+    else:
+        assert made.config is None
+        assert dict(made.refusals)["fused"]
+        if (reason := supports(made.problem, chip)) is not None:
+            assert dict(made.refusals)["fused"] == reason
+    assert made.reason
+    assert made.hbm_bytes > 0
+    json.dumps(made.as_json())
+
+
+SHIPPED = {name: rows_of(name) for name in TPU_CHIPS}
+
+
+@pytest.mark.parametrize("chip", list(TPU_CHIPS))
+def test_every_shipped_row_is_legal_and_is_what_its_own_problem_gets(chip):
+    for found in SHIPPED[chip]:
+        key = found.key
+        layer = MoELayer(
+            key.num_experts, key.top_k, key.hidden, key.intermediate, key.format, key.dtype,
+            next(one.activation for one in WORKLOADS.values() if one.activation.name == key.activation),
+            key.gate_up_bias, key.down_bias, scale_on_input=key.scale_on_input,
+        )  # fmt: skip
+        problem = problem_of(layer, key.num_tokens, key.num_devices, Policy(sequence_parallel=True))
+        assert key_of(problem) == key
+        answer = find(problem, TPU_CHIPS[chip], SHIPPED[chip])
+        assert (answer.source, answer.config, answer.row) == ("exact", found.value, found)
+
+
+def test_its_own_row_comes_first_then_the_nearest_above_and_never_one_from_below():
+    known = rows(row(64), row(128), row(4096))
+    assert find(problem_of(LAYER, 128, 8, Policy()), V6E, known).source == "exact"
+    above = find(problem_of(LAYER, 100, 8, Policy()), V6E, known)
+    assert (above.source, above.row.key.num_tokens) == ("bucket", 128)
+    assert find(problem_of(LAYER, 30, 8, Policy()), V6E, known).row.key.num_tokens == 64
+    beyond = find(problem_of(LAYER, 8192, 8, Policy()), V6E, known)
+    assert beyond.source == "heuristic"
+
+
+def test_a_row_of_the_other_mode_is_not_taken_across_the_border():
+    known = rows(row(512))
+    assert known.exact(key_of(problem_of(LAYER, 512, 8, Policy()))).value.mode == "G"
+    at_200 = find(problem_of(LAYER, 200, 8, Policy()), V6E, known)
+    assert (at_200.config.mode, at_200.source) == ("D", "heuristic")
+    assert find(problem_of(LAYER, 300, 8, Policy()), V6E, known).source == "bucket"
+
+
+def test_a_layer_of_the_same_sizes_answers_by_the_load_of_an_expert():
+    few, many = (dataclasses.replace(LAYER, num_experts=experts) for experts in (64, 512))
+    known = rows(row(1024, layer=few), row(8192, layer=many), row(1024, layer=many))
+    found = find(problem_of(LAYER, 2048, 8, Policy()), V6E, known)  # 128 rows an expert
+    assert found.source == "near"
+    assert (found.row.key.num_experts, found.row.key.num_tokens) in ((64, 1024), (512, 8192))
+    assert find(problem_of(LAYER, 512, 8, Policy()), V6E, known).row.key.rows_per_expert == 16
+    other = dataclasses.replace(LAYER, intermediate=1024)
+    assert find(problem_of(other, 2048, 8, Policy()), V6E, known).source == "heuristic"
+
+
+def test_a_row_that_is_not_legal_for_the_real_shape_is_passed_over_with_the_reason():
+    wrong = dataclasses.replace(config_at(64), tile_columns=640)
+    found = find(problem_of(LAYER, 64, 8, Policy()), V6E, rows(row(64, wrong)))
+    assert found.source == "heuristic"
+    assert len(found.passed_over) == 1
+    assert "the row for 64 tokens: tile_columns 640 must be a multiple of 128 that divides 768" in found.passed_over[0]
+    big = dataclasses.replace(config_at(4096), block_rows=8192)
+    found = find(problem_of(LAYER, 4096, 8, Policy()), V6E, rows(row(4096, big)))
+    assert "MiB of VMEM; v6e has" in found.passed_over[0]
+
+
+def test_without_sequence_parallelism_nothing_is_dispatched_and_the_rest_of_a_row_holds():
+    config = dataclasses.replace(config_at(1024), dispatch="push_ag", rounds=2)
+    known = rows(row(1024, config))
+    assert find(problem_of(LAYER, 1024, 8, Policy(sequence_parallel=True)), V6E, known).config == config
+    found = find(problem_of(LAYER, 1024, 8, Policy()), V6E, known)
+    assert (found.source, found.config) == ("exact", dataclasses.replace(config, dispatch="xla_ag", rounds=1))
+
+
+def test_measured_beats_compiled_and_a_users_folder_the_package():
+    mine = dataclasses.replace(config_at(64), ring_slots=4)
+    package = Table(KERNEL, "v6e", V6E.vmem_bytes, (row(64),))
+    user = Table(KERNEL, "v6e", V6E.vmem_bytes, (row(64, mine),))
+    key = key_of(problem_of(LAYER, 64, 8, Policy()))
+    assert Rows([user, package], jax="0.10.2").exact(key).value == mine
+    better = Table(KERNEL, "v6e", V6E.vmem_bytes, (row(64, provenance=measured()),))
+    assert Rows([user, better], jax="0.10.2").exact(key).provenance.kind == "measured"
+    assert Rows([user, better], jax="0.11.0").exact(key).value == mine, "measured with another JAX"
+    elsewhere = Table(KERNEL, "v6e", V6E.vmem_bytes, (row(64, provenance=measured(host="there")),))
+    assert Rows([elsewhere], host="here").exact(key) is None
+    assert Rows([elsewhere], host="there").exact(key) is not None
+
+
+def test_which_token_counts_the_kernel_takes_where_nobody_measured():
+    taken = {tokens: plan(tokens).way for tokens in (1, 256, 257, 511, 512, 32768)}
+    assert taken == {1: "fused D", 256: "fused D", 257: "ragged", 511: "ragged", 512: "fused G", 32768: "fused G"}
+    assert {plan(tokens, num_devices=1).path for tokens in (1, 256, 4096)} == {"ragged"}
+    assert plan(64, num_devices=1).reason == "not fused: on one device nothing travels between experts"
+    assert {plan(tokens, chip=cpu_chip()).path for tokens in (1, 4096)} == {"ragged"}
+
+
+def test_a_measured_threshold_decides_within_its_bucket():
+    known = rows(
+        row(1024, provenance=measured(), least=700), row(64, provenance=measured(us=99.0, us_xla=50.0), least=65)
+    )
+    assert plan(600, known).path == "ragged"
+    assert "it pays from 700 tokens (100 us against 150 us of XLA, measured at 1024 tokens)" in plan(600, known).reason
+    assert plan(700, known).path == plan(1024, known).path == "fused"
+    assert plan(64, known).path == "ragged", "XLA was faster, although mode D is expected to pay"
+    assert plan(100, known).path == "fused"
+
+
+@settings(max_examples=100, deadline=None)
+@given(least=st.integers(0, 1100), tokens=st.integers(513, 1024), more=st.integers(0, 500), raised=st.integers(0, 500))
+def test_a_threshold_is_monotone(least, tokens, more, raised):
+    """More tokens of a bucket never go back to XLA, and a higher threshold never brings any to the kernel."""
+
+    def is_fused(tokens, least):
+        return plan(tokens, rows(row(1024, provenance=measured(), least=least))).path == "fused"
+
+    if is_fused(tokens, least):
+        assert is_fused(min(1024, tokens + more), least)
+    else:
+        assert not is_fused(tokens, least + raised)
+
+
+@pytest.mark.parametrize("chip", list(TPU_CHIPS))
+def test_by_rule_the_kernel_leaves_one_gap_at_most(chip):
+    """So few tokens, or so many: whatever the layer, at most three regimes follow one another."""
+    for workload in WORKLOADS.values():
+        for format in workload.formats(chip):
+            layer = MoELayer.of_workload(workload, format)
+            paths = [
+                plan(tokens, SHIPPED[chip], layer, 8, TPU_CHIPS[chip]).path
+                for tokens in (*range(8, 600, 8), *BUCKETS[7:])
+            ]
+            assert [path for path, _ in itertools.groupby(paths)] in (["fused", "ragged", "fused"], ["fused"])
+
+
+def test_a_ported_threshold_moves_only_the_mode_that_gathers():
+    source = Provenance("ported", "2026-06-01", us=180.0, us_xla=230.0, source="https://example.org")
+    threshold = Threshold(2048, 768, 128, 8, 8, "bfloat16", 1024, source)
+    known = rows(thresholds=(threshold,))
+    assert {tokens: plan(tokens, known).path for tokens in (256, 512, 1023, 1024)} == {
+        256: "fused", 512: "ragged", 1023: "ragged", 1024: "fused",
+    }  # fmt: skip
+    assert "https://example.org" in plan(512, known).reason
+    assert plan(512, known, num_devices=4).path == "fused", "measured on eight devices"
+    assert plan(512, known, dataclasses.replace(LAYER, format="int8_channel")).path == "fused", "of other weights"
+
+
+def test_shipped_thresholds_are_published_ones_with_their_source():
+    found = [one for name in TPU_CHIPS for table in tables_of(name) for one in table.thresholds]
+    assert found
+    for threshold in found:
+        assert threshold.provenance.kind == "ported"
+        assert threshold.provenance.source.startswith("https://")
+        assert threshold.provenance.us < threshold.provenance.us_xla, "the kernel was ahead there"
+
+
+def test_a_backend_that_is_named_runs_everywhere_or_is_refused():
+    assert {plan(tokens, backend="fused").path for tokens in (64, 300, 4096)} == {"fused"}
+    assert plan(64, backend="fused", num_devices=1).way == "fused D"
+    assert plan(300, backend="dense").path == "dense"
+    with pytest.raises(
+        ConfigError, match="--moe-backend fused cannot run this model: for 64 tokens format fp8_channel"
+    ):
+        plan(64, backend="fused", layer=dataclasses.replace(LAYER, format="fp8_channel"))
+    with pytest.raises(ConfigError, match="--moe-backend dense cannot run this model: no"):
+        plan(64, backend="dense", unavailable={"dense": "no"})
+    with pytest.raises(ConfigError, match="--moe-backend auto cannot run this model: fused: a; ragged: b; dense: c"):
+        plan(64, unavailable={"fused": "a", "ragged": "b", "dense": "c"})
+
+
+def test_tiles_that_are_given_run_where_they_are_legal():
+    tiles = Config("D", 384, 2)
+    assert plan(64, tiles=tiles).config == tiles
+    assert plan(64, tiles=tiles).source == "given"
+    elsewhere = plan(4096, tiles=tiles)
+    assert elsewhere.source == "heuristic"
+    assert elsewhere.notes == (
+        "the tiles given by --moe-tiles are not legal here: mode D is for at most 1024 tokens, not 4096",
+    )
+
+
+def test_tiles_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TPU_SERVE_MOE_TILES", '{"mode": "D", "tile_columns": 384, "ring_slots": 2, "compact_rows": 0}')
+    assert read_tiles(MoEOptions().tiles) == Config("D", 384, 2)
+    with pytest.raises(ConfigError, match="--moe-tiles lacks the field 'tile_columns' of mode D"):
+        read_tiles(MoEOptions(moe_tiles={"mode": "D"}).tiles)
+    monkeypatch.setenv("TPU_SERVE_MOE_TILES", "[")
+    with pytest.raises(ConfigError, match=r"TPU_SERVE_MOE_TILES='\[' is not JSON"):
+        read_tiles(MoEOptions().tiles)
+    monkeypatch.setenv("TPU_SERVE_MOE_TILES", "[]")
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        read_tiles(MoEOptions().tiles)
+
+
+def test_buckets_are_planned_once_and_the_log_says_how_many_have_rows(caplog):
+    caplog.set_level(logging.INFO)
+    planner = Planner(LAYER, 8, V6E, Policy(), rows(row(64), row(512)))
+    planner.prepare([64, 100, 300, 512])
+    assert (
+        "MoE tuning tables: 2 of 4 token buckets have a row of their own in tuning_tables/v6e/fused_moe_v2.json; missing: 100, 300"
+        in caplog.text
+    )
+    assert caplog.text.count("MoE for ") == 4
+    assert "exact (compiled 2026-11-30)" in caplog.text
+    assert planner.counts() == {
+        ("fused D", "exact"): 1,
+        ("fused D", "heuristic"): 1,
+        ("ragged", "none"): 1,
+        ("fused G", "exact"): 1,
+    }
+    assert planner.plan(100) is planner.plan(100)
+
+
+def test_equal_answers_share_a_line_of_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    Planner(LAYER, 1, cpu_chip()).prepare([8, 16, 256])
+    assert "MoE for 8, 16, 256 tokens: ragged (not fused: on a CPU the kernel is only simulated)" in caplog.text
+    assert "not used, the fused kernel runs for none of the 3 token buckets" in caplog.text
+
+
+def test_strict_tables_make_a_missing_row_an_error():
+    known = rows(row(64), row(512))
+    Planner(LAYER, 8, V6E, Policy(), known).prepare([64, 512], is_strict=True)
+    with pytest.raises(
+        ConfigError, match=r"--moe-strict-tables: no row of .* is for 100 tokens of this layer on 8 devices"
+    ):
+        Planner(LAYER, 8, V6E, Policy(), known).prepare([64, 100, 512], is_strict=True)
+    Planner(LAYER, 1, cpu_chip(), Policy(), known).prepare([64, 100], is_strict=True)  # no kernel, no tables
+
+
+def test_bytes_by_hand():
+    """30B on 8 devices at 64 tokens: mode D reads all active experts once; each device sends every other one its 8 tokens and its sums."""
+    with_parallelism = plan(64, sequence_parallel=True)
+    active = 16 * (1 - (1 - 8 / 128) ** 64)
+    assert with_parallelism.hbm_bytes == pytest.approx(active * 3 * 2048 * 768 * 2, rel=1e-6)
+    assert with_parallelism.ici_bytes == 7 * 8 * 2048 * 2 * 2
+    assert plan(64).ici_bytes == 7 * 8 * 2048 * 2 * 2, "no tokens out, but the finished ones to all"
+    quantised = plan(64, layer=dataclasses.replace(LAYER, format="int8_channel"))
+    assert quantised.hbm_bytes == pytest.approx(active * (3 * 2048 * 768 + 4 * (2 * 768 + 2048)), rel=1e-6)
+    rings = [plan(16384, tiles=Config("G", 256, slots, 256, 256)) for slots in (2, 3)]
+    assert rings[0].hbm_bytes - rings[1].hbm_bytes == pytest.approx(3 * 16 * 3 * 2048 * 768 * 2, rel=1e-3), (
+        "an expert's 1024 rows come in four blocks, and a ring that does not hold the expert reads it for each"
+    )
+
+
+def test_as_a_table_to_read():
+    planner = Planner(LAYER, 8, V6E, Policy(), rows(row(64)))
+    planner.prepare([64, 300, 4096])
+    lines = table(planner.plans).splitlines()
+    assert lines[0].split() == [
+        "tokens",
+        "path",
+        "tiles",
+        "from",
+        "VMEM",
+        "MiB",
+        "SMEM",
+        "KiB",
+        "HBM",
+        "MB",
+        "ICI",
+        "MB",
+        "bound",
+        "us",
+        "limit",
+        "why",
+    ]
+    assert "exact (compiled 2026-11-30)" in lines[1]
+    assert lines[2].split()[:2] == ["300", "ragged"]
+    assert "fused G" in lines[3]
+    assert "nothing here was measured unless the row says so" in lines[-1]

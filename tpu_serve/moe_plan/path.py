@@ -1,0 +1,74 @@
+"""Which implementation a token count goes to: the fused kernel where it pays, XLA elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpu_serve.device.chip import Chip
+from tpu_serve.kernels.fused_moe_v2.heuristic import mode_d_tokens
+from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.moe_plan.lookup import Found, Rows
+from tpu_serve.tuning_tables.table import Threshold
+
+PATHS = ("dense", "ragged", "grouped", "fused")
+"""Every expert on every token; sorted by expert, with XLA's grouped product; the same made of kernels for one device; the expert-parallel kernel."""
+
+LEAST_GATHERED_TOKENS = 512
+"""Tokens from which the kernel's mode G is taken where nobody measured: published measurements on eight tpu7x devices see kernels that gather
+rows get ahead of XLA between 128 and 1024 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the kernel is worth it, and why or why not."""
+
+    is_worth_it: bool
+    reason: str
+
+
+def is_fused_worth_it(problem: Problem, chip: Chip, found: Found, rows: Rows) -> Verdict:
+    """By what was measured if there is such, else by the regimes: so few tokens that mode D runs at the speed of reading the weights, or so
+    many that gathering rows pays."""
+    tokens = problem.num_tokens
+    if problem.num_devices == 1:
+        return Verdict(False, "on one device nothing travels between experts")
+    row = found.row
+    if row is not None and row.min_tokens_fused is not None and found.source in ("exact", "bucket"):
+        measured, least = row.provenance, row.min_tokens_fused
+        times = f"{measured.us:.0f} us against {measured.us_xla:.0f} us of XLA, measured at {row.key.num_tokens} tokens"
+        if tokens < least:
+            return Verdict(False, f"it pays from {least} tokens ({times})")
+        return Verdict(True, times)
+    few = mode_d_tokens(problem, chip)
+    if tokens <= few:
+        return Verdict(True, f"up to {few} tokens it runs at the speed of reading the weights (calculated)")
+    many, origin = least_gathered(problem, rows)
+    if tokens >= many:
+        return Verdict(True, f"from {many} tokens gathering rows pays ({origin})")
+    return Verdict(
+        False, f"{tokens} tokens are more than the {few} of mode D and fewer than the {many} of mode G ({origin})"
+    )
+
+
+def least_gathered(problem: Problem, rows: Rows) -> tuple[int, str]:
+    """Tokens from which gathering rows is expected to pay, and who says so."""
+    for threshold in rows.thresholds:
+        if _is_about(threshold, problem):
+            known = threshold.provenance
+            return threshold.min_tokens, known.source if known.kind == "ported" else "measured"
+    return LEAST_GATHERED_TOKENS, "not measured"
+
+
+def _is_about(threshold: Threshold, problem: Problem) -> bool:
+    names = ("hidden", "intermediate", "num_experts", "top_k", "num_devices")
+    same = all(getattr(threshold, name) == getattr(problem, name) for name in names)
+    return same and threshold.weights == problem.weights.weight
+
+
+def portable(num_tokens: int, num_experts: int, top_k: int) -> str:
+    """Which of the implementations in XLA's own operations runs so many tokens: the one that sorts by expert.
+
+    `tpu-serve bench moe` compares it with multiplying every token by every expert, on this machine. That wins only where a token takes at least
+    half of the experts, which no model that is served does.
+    """
+    return "ragged"

@@ -1,0 +1,44 @@
+"""The other side of `process.py`: `python -m tpu_serve.tuner.worker MODULE:FUNCTION ARGUMENTS`.
+
+Requests come on standard input and answers go to standard output, a line of JSON each. What else is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+
+def _words(error: BaseException, limit: int = 600) -> str:
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def main(handler: str, arguments: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    try:
+        module, name = handler.split(":")
+        answer = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    except Exception as error:
+        say({"raised": _words(error)})
+        return
+    say({})
+    for line in sys.stdin:
+        try:
+            said = answer(json.loads(line))
+        except Exception as error:
+            said = {"raised": _words(error)}
+        say(said)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
