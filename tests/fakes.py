@@ -142,7 +142,7 @@ def fake_engine(
         max_num_queued=max_num_queued,
     )
     core = EngineCore(scheduler, runner or FakeRunner())
-    return Engine(EngineConfig(), info, Intake(info), core, byte_tokenizer(template))
+    return Engine(EngineConfig(), info, Intake(info), core, byte_tokenizer(template), {("ragged", "none"): 3})
 
 
 @dataclass

@@ -71,6 +71,12 @@ class ModelOptions:
         return self.model or EMBEDDED_MODEL.name
 
 
+def _user_cache() -> Path:
+    """Of this program among those of the user's others."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tpu-serve"
+
+
 MOVERS = ("auto", "tc", "onehot", "xla")
 """What may move rows to experts and back: a kernel, a product with a matrix of zeros and ones, or XLA's gathers."""
 
@@ -112,6 +118,11 @@ class MoEOptions:
         'for experiments: run the fused kernel with this config (a row\'s "value") wherever it is legal; also read from TPU_SERVE_MOE_TILES',
         metavar="JSON",
     )
+    warm_up_measure: bool = option(
+        False,
+        "on several TPU devices: time the fused kernel and XLA at every token bucket once, take the faster one, and keep the times for later starts on "
+        "this host, in the first --moe-tuning-dir or without one in ~/.cache/tpu-serve/tuning_tables",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -121,6 +132,15 @@ class MoEOptions:
             if value != "auto" and self.moe_backend != "grouped":
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} needs --moe-backend grouped: {self.moe_backend} has no such part to choose."
+                )
+        if self.warm_up_measure:
+            if self.moe_backend != "auto":
+                raise ConfigError(
+                    f"--warm-up-measure needs --moe-backend auto: {self.moe_backend} runs at every token count, and there is nothing to compare."
+                )
+            if self.tiles:
+                raise ConfigError(
+                    "--warm-up-measure keeps what it finds, and --moe-tiles is for experiments: use one of them."
                 )
 
     @property
@@ -142,8 +162,26 @@ class MoEOptions:
         return value
 
     @property
+    def measured_folder(self) -> Path:
+        """Where --warm-up-measure keeps tables that no folder was named for. Every start reads it, if it is there.
+
+        Raises:
+          ConfigError: the user has no home.
+        """
+        try:
+            return _user_cache() / "tuning_tables"
+        except RuntimeError as error:
+            raise ConfigError(f"--moe-tuning-dir must name a folder for --warm-up-measure: {error}") from None
+
+    @property
     def tuning_folders(self) -> list[Path]:
-        return [Path(folder).expanduser() for folder in self.moe_tuning_dir]
+        """Folders of tables that go before those of the package, the first one first."""
+        named = [Path(folder).expanduser() for folder in self.moe_tuning_dir]
+        try:
+            kept = [self.measured_folder]
+        except ConfigError:  # nothing was kept there
+            kept = []
+        return [*named, *(folder for folder in kept if os.path.isdir(folder))]
 
 
 @dataclass(frozen=True)
@@ -261,8 +299,7 @@ class CompileOptions:
             return None
         if self.compile_cache_dir:
             return Path(self.compile_cache_dir).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "tpu-serve" / "compile"
+        return _user_cache() / "compile"
 
 
 @dataclass(frozen=True)

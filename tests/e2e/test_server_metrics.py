@@ -56,6 +56,9 @@ async def test_everything_is_there_before_the_first_request():
                 assert values[f"{name}_count",] == values[f"{name}_sum",] == values[f"{name}_bucket", "+Inf"] == 0
             for reason in ("stop", "length", "abort", "error"):
                 assert values["vllm:request_success_total", reason] == 0
+            # Token buckets by how their experts run; there are none before the model is known.
+            plans = {key[1:]: value for key, value in values.items() if key[0] == "tpu_serve:moe_plans"}
+            assert plans == ({} if loading else {("none", "ragged"): 3})
             assert values["process_open_fds",] > 0
             assert any(key[0] == "python_info" for key in values)
 

@@ -13,6 +13,7 @@ import pytest
 from tpu_serve import LLM, ConfigError, InvalidRequest, SamplingParams
 from tpu_serve.config import EngineConfig
 from tpu_serve.engine import build
+from tpu_serve.moe_plan import planner
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
@@ -33,6 +34,19 @@ def test_chat_answers_with_language(llm):
     assert output.outputs[0].text == "The capital of France is Paris."
     assert output.outputs[0].finish_reason == "stop"
     assert output.prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_no_plan_is_made_inside_a_step(llm, monkeypatch):
+    """How experts run is decided for every token bucket when the engine is built."""
+    assert sum(llm.engine.moe_plans.values()) == 1
+    assert list(llm.engine.moe_plans) == [("ragged", "none")]
+
+    def no_more(*_):
+        raise AssertionError("a plan was made while the engine ran")
+
+    monkeypatch.setattr(planner, "plan_layer", no_more)
+    (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))
+    assert len(output.outputs[0].token_ids) == 4
 
 
 def test_several_conversations_and_template_arguments(llm):

@@ -10,6 +10,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moe_plan_golden import FILE, golden_text
 
 from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
@@ -18,7 +19,8 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import check, supports
-from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of, read_tiles
+from tpu_serve.moe_plan import planner as planner_module
+from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of, problem_of_key, read_tiles
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Rows, find
 from tpu_serve.moe_plan.plan import plan_layer
@@ -105,12 +107,7 @@ SHIPPED = {name: rows_of(name) for name in TPU_CHIPS}
 def test_every_shipped_row_is_legal_and_is_what_its_own_problem_gets(chip):
     for found in SHIPPED[chip]:
         key = found.key
-        layer = MoELayer(
-            key.num_experts, key.top_k, key.hidden, key.intermediate, key.format, key.dtype,
-            next(one.activation for one in WORKLOADS.values() if one.activation.name == key.activation),
-            key.gate_up_bias, key.down_bias, scale_on_input=key.scale_on_input,
-        )  # fmt: skip
-        problem = problem_of(layer, key.num_tokens, key.num_devices, Policy(sequence_parallel=True))
+        problem = problem_of_key(key)
         assert key_of(problem) == key
         answer = find(problem, TPU_CHIPS[chip], SHIPPED[chip])
         assert (answer.source, answer.config, answer.row) == ("exact", found.value, found)
@@ -121,13 +118,19 @@ def test_its_own_row_comes_first_then_the_nearest_above_and_never_one_from_below
     assert find(problem_of(LAYER, 128, 8, Policy()), V6E, known).source == "exact"
     above = find(problem_of(LAYER, 100, 8, Policy()), V6E, known)
     assert (above.source, above.row.key.num_tokens) == ("bucket", 128)
-    assert find(problem_of(LAYER, 30, 8, Policy()), V6E, known).row.key.num_tokens == 64
-    beyond = find(problem_of(LAYER, 8192, 8, Policy()), V6E, known)
-    assert beyond.source == "heuristic"
+    assert find(problem_of(LAYER, 8192, 8, Policy()), V6E, known).source == "heuristic"
+
+
+def test_only_a_measured_row_reaches_beyond_its_bucket():
+    """What was only compiled for many more tokens knows less of so few than the rule, which is asked for their very number."""
+    at_1100 = problem_of(LAYER, 1100, 8, Policy())
+    assert find(at_1100, V6E, rows(row(4096))).source == "heuristic"
+    found = find(at_1100, V6E, rows(row(4096, provenance=measured()), row(8192, provenance=measured())))
+    assert (found.source, found.row.key.num_tokens) == ("bucket", 4096)
 
 
 def test_a_row_of_the_other_mode_is_not_taken_across_the_border():
-    known = rows(row(512))
+    known = rows(row(512, provenance=measured()))
     assert known.exact(key_of(problem_of(LAYER, 512, 8, Policy()))).value.mode == "G"
     at_200 = find(problem_of(LAYER, 200, 8, Policy()), V6E, known)
     assert (at_200.config.mode, at_200.source) == ("D", "heuristic")
@@ -140,7 +143,10 @@ def test_a_layer_of_the_same_sizes_answers_by_the_load_of_an_expert():
     found = find(problem_of(LAYER, 2048, 8, Policy()), V6E, known)  # 128 rows an expert
     assert found.source == "near"
     assert (found.row.key.num_experts, found.row.key.num_tokens) in ((64, 1024), (512, 8192))
-    assert find(problem_of(LAYER, 512, 8, Policy()), V6E, known).row.key.rows_per_expert == 16
+    assert find(problem_of(LAYER, 512, 8, Policy()), V6E, known).row.key.rows_per_expert == 16  # of 32
+    assert find(problem_of(LAYER, 32768, 8, Policy()), V6E, known).source == "heuristic", "2048 rows are not like 128"
+    timed = rows(row(16384, layer=many, provenance=measured()))
+    assert find(problem_of(LAYER, 32768, 8, Policy()), V6E, timed).source == "near", "but measured ones are worth more"
     other = dataclasses.replace(LAYER, intermediate=1024)
     assert find(problem_of(other, 2048, 8, Policy()), V6E, known).source == "heuristic"
 
@@ -360,3 +366,23 @@ def test_as_a_table_to_read():
     assert lines[2].split()[:2] == ["300", "ragged"]
     assert "fused G" in lines[3]
     assert "nothing here was measured unless the row says so" in lines[-1]
+
+
+def test_no_choice_moves_unseen():
+    """When one does on purpose: `python tests/moe_plan_golden.py`, and look at the difference."""
+    assert golden_text() == FILE.read_text()
+
+
+def test_a_plan_is_worked_out_once(monkeypatch):
+    made = []
+
+    def counted(*arguments):
+        made.append(arguments[1])
+        return plan_layer(*arguments)
+
+    monkeypatch.setattr(planner_module, "plan_layer", counted)
+    planner = Planner(LAYER, 8, V6E)
+    planner.prepare(BUCKETS)
+    for index in range(10_000):
+        assert planner.plan(BUCKETS[index % len(BUCKETS)]).num_tokens == BUCKETS[index % len(BUCKETS)]
+    assert made == list(BUCKETS)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import FIXTURES
 from tuner_fakes import Fake
 
 from tpu_serve.cli import main as cli
@@ -101,6 +102,31 @@ def test_interrupted_and_continued(monkeypatch, tmp_path, capsys):
     assert {task.problem.num_tokens for task in again.tasks} == {64}
     assert "tries are in the journal" in capsys.readouterr().err
     assert [row.key.num_tokens for row in table(tmp_path)] == [16, 64]
+
+
+def test_a_layer_of_a_model_folder(monkeypatch, tmp_path):
+    """Its sizes are from config.json; the workloads are left out unless they are named too."""
+    compiler = Compiler(monkeypatch)
+    words = ["--compile-only", "--chip", "v6e", "--num-devices", 4, "--num-tokens", 16, "--model", FIXTURES / "mixtral"]
+    assert run(*words, "--output-dir", tmp_path / "a") == 0
+    (row,) = table(tmp_path / "a")
+    config = json.loads((FIXTURES / "mixtral" / "config.json").read_text())
+    assert (row.key.hidden, row.key.intermediate) == (config["hidden_size"], config["intermediate_size"])
+    assert (row.key.num_experts, row.key.num_devices) == (config["num_local_experts"], 4)
+    assert {task.problem.sequence_parallel for task in compiler.tasks} == {True}
+    assert run(*words, "--workload", "GPT-OSS-120B", "--output-dir", tmp_path / "b") == 0
+    assert len(table(tmp_path / "b")) == 2
+
+
+def test_only_what_is_missing(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    assert compile_only(tmp_path, tokens=(16,)) == 0
+    again = Compiler(monkeypatch)
+    assert compile_only(tmp_path, "--missing") == 0
+    assert {task.problem.num_tokens for task in again.tasks} == {64}
+    assert [row.key.num_tokens for row in table(tmp_path)] == [16, 64]
+    assert compile_only(tmp_path, "--missing") == 0
+    assert "0 keys: 0 tuned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -224,3 +250,68 @@ def test_the_jobs_of_a_selection():
     assert {job.problem.num_devices for job in every} == {4, 8, 16}
     named = jobs_of(Selection(chips=("v6e", "v6e"), formats=("fp8_channel",), tokens=(16,), device_counts=(2,)))
     assert len(named) == 6, "every layer in the format that is named, on a chip that cannot run it too"
+
+
+def verify(folder, *words):
+    return run("--compile-only", "--verify", "--output-dir", folder, *words)
+
+
+def test_rows_are_compiled_again_and_bad_ones_told(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    assert compile_only(tmp_path, tokens=(16, 32, 64)) == 0
+    before = (tmp_path / "v6e" / "fused_moe_v2.json").read_bytes()
+    again = Compiler(monkeypatch)
+    assert verify(tmp_path) == 0
+    assert "3 of 3 rows: 3 compile, 0 do not" in capsys.readouterr().out
+    assert again.made == ["Compile"], "whatever the score of a search would be"
+    assert {task.config for task in again.tasks} == {row.value for row in table(tmp_path)}
+    Compiler(monkeypatch, lambda number: Trial(REFUSED, "MosaicError: no"))
+    assert verify(tmp_path) == 1
+    said = capsys.readouterr()
+    assert "3 of 3 rows: 2 compile, 1 do not" in said.out
+    assert "v6e bfloat16 8 devices, 64 tokens, 8 of 128 experts 2048x768  refused: MosaicError: no" in said.err
+    assert (tmp_path / "v6e" / "fused_moe_v2.json").read_bytes() == before
+
+
+def test_a_row_that_is_no_longer_legal_needs_no_compiler(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    assert compile_only(tmp_path, tokens=(16,)) == 0
+    path = tmp_path / "v6e" / "fused_moe_v2.json"
+    path.write_text(path.read_text().replace('"tile_columns": 768', '"tile_columns": 640'))
+    again = Compiler(monkeypatch)
+    assert verify(tmp_path) == 1
+    assert "refused: tile_columns 640 must be a multiple of 128 that divides 768" in capsys.readouterr().err
+    assert not again.tasks
+
+
+def test_a_sample_of_rows_is_evenly_spaced(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    assert compile_only(tmp_path, tokens=(8, 16, 32, 64)) == 0
+    again = Compiler(monkeypatch)
+    assert verify(tmp_path, "--sample", 2) == 0
+    assert [task.problem.num_tokens for task in again.tasks] == [8, 32]
+    assert "2 of 4 rows: 2 compile" in capsys.readouterr().out
+    assert verify(tmp_path, "--chip", "v5e") == 0
+    assert "0 of 0 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume"], "--resume has no meaning with --verify"),
+        (["--model", "x"], "--model has no meaning with --verify"),
+        (["--chip", "v7"], "--chip v7 is unknown"),
+    ],
+)
+def test_what_verifying_does_not_take(tmp_path, capsys, words, said):
+    assert verify(tmp_path, *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_verifying_needs_rows_and_a_compiler(tmp_path, capsys):
+    assert run("--verify", "--output-dir", tmp_path) == 2
+    assert "--verify needs --compile-only" in capsys.readouterr().err
+    assert run("--compile-only", "--sample", 2, "--output-dir", tmp_path) == 2
+    assert "--sample is for --verify" in capsys.readouterr().err
+    assert verify(tmp_path / "nowhere") == 2
+    assert "is not a folder" in capsys.readouterr().err

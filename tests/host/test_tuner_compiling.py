@@ -1,6 +1,7 @@
 """What the tuner makes of a compiled program: accepted or not, and with which score."""
 
 import dataclasses
+import json
 
 import pytest
 from tuner_fakes import job
@@ -131,9 +132,9 @@ def test_what_the_report_says(monkeypatch, answer, outcome):
     task = task_of(dataclasses.replace(G, block_rows=256))
     executor = Schedule(600)
     assert executor.run(task).outcome == outcome
-    _, arguments, chip, num_devices, timeout_s = asked[0]
-    assert Config(**arguments["config"]) == task.config
-    assert (arguments["workload"], arguments["num_tokens"], arguments["format"]) == ("Qwen3-30B-A3B", 1024, "bfloat16")
+    target, arguments, chip, num_devices, timeout_s = asked[0]
+    assert target == "tpu_serve.tuner.compiling:program"
+    assert Task.of_json(json.loads(json.dumps(arguments["task"]))) == task
     assert (chip, num_devices, timeout_s) == ("v6e", 8, 600)
     executor._stop.set()
     with pytest.raises(Stopped):

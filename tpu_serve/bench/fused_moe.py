@@ -148,18 +148,22 @@ def program(
     format: str,
     config: Mapping[str, Any] | None = None,
 ) -> Program:
-    """A target of `bench.compiled.report`."""
+    """A target of `bench.compiled.report`: the layer of a known model."""
     p = WORKLOADS[workload].problem(num_tokens, len(devices), format)
-    chosen = config_of(p, TPU_CHIPS[chip], config or {})
-    function, arguments = layer(p, chosen, TPU_CHIPS[chip], devices)
-    least = bound(p, TPU_CHIPS[chip])
+    return program_of(p, config_of(p, TPU_CHIPS[chip], config or {}), TPU_CHIPS[chip], devices)
+
+
+def program_of(problem: Problem, config: Config, chip: Chip, devices: Sequence[Any]) -> Program:
+    """The layer of any problem, with what its report is calculated from."""
+    function, arguments = layer(problem, config, chip, devices)
+    least = bound(problem, chip)
     analytic = {
         "flops": least.operations,
-        "peak": p.weights.activation,
+        "peak": problem.weights.activation,
         "hbm_bytes": least.hbm_bytes,
         "bound_us": least.seconds * 1e6,
         "schedule": least.schedule,
         "limit": least.limit,
-        "active_experts": active_experts(p),
+        "active_experts": active_experts(problem),
     }
-    return Program(function, arguments, scalars_of(p, chosen, TPU_CHIPS[chip]), analytic)
+    return Program(function, arguments, scalars_of(problem, config, chip), analytic)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_serve.cli.layers import layer_of_checkpoint
 from tpu_serve.cli.options import json_object, positive
-from tpu_serve.config import EMBEDDED_MODEL, ConfigError, MoEOptions
+from tpu_serve.config import ConfigError, MoEOptions
 
 if TYPE_CHECKING:
     from tpu_serve.device.chip import Chip
@@ -192,26 +193,7 @@ def _layers(
         for format in chosen:
             yield model, MoELayer.of_workload(workload, format)
         return
-    yield _of_checkpoint(model, arguments.format)
-
-
-def _of_checkpoint(model: str | None, format: str | None) -> tuple[str, MoELayer]:
-    import dataclasses
-
-    from tpu_serve.checkpoint.folder import resolve
-    from tpu_serve.hf_config import read_config
-    from tpu_serve.layers.moe.backends import layer_of
-    from tpu_serve.models.registry import build_model
-
-    config = read_config(resolve(model or str(EMBEDDED_MODEL), None, weights=False))
-    if format is None and config.get("quantization_config", None) is not None:
-        raise ConfigError("config.json: the checkpoint is quantised; name the weights' format with --format.")
-    dtype = config.get("dtype", "bfloat16")
-    dtype = dtype if dtype == "float32" else "bfloat16"
-    layer = layer_of(build_model(config).moe, dtype)
-    if format is not None:
-        layer = dataclasses.replace(layer, format=format, dtype="float32" if format == "float32" else "bfloat16")
-    return model or EMBEDDED_MODEL.name, layer
+    yield layer_of_checkpoint(model, arguments.format)
 
 
 def _missing(planner: Planner, plans: tuple[MoEPlan, ...]) -> list[int]:

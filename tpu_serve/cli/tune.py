@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import sys
 import threading
@@ -11,7 +12,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_serve.cli.layers import layer_of_checkpoint
 from tpu_serve.cli.options import positive
+from tpu_serve.cli.tune_verify import run_verify
 from tpu_serve.config import ConfigError
 
 if TYPE_CHECKING:
@@ -35,13 +38,22 @@ def register(subparsers: Any) -> None:
     tune.add_argument("kernel", metavar="KERNEL", help=f"one of: {', '.join(KERNELS)}")
     some = {"nargs": "+", "default": None}
     tune.add_argument(
-        "--workload", metavar="NAME", **some, help="models whose layer it is (default: all that are known)"
+        "--workload",
+        metavar="NAME",
+        **some,
+        help="models whose layer it is (default: all that are known, or none with --model)",
+    )
+    tune.add_argument(
+        "--model",
+        metavar="MODEL",
+        **some,
+        help="Hugging Face folders or hub ids of other models; only their config.json is read",
     )
     tune.add_argument(
         "--chip",
         metavar="CHIP",
         **some,
-        help="v5e, v5p, v6e, tpu7x (default: v5e v6e tpu7x; on a TPU the one that it is)",
+        help="v5e, v5p, v6e, tpu7x (default: all; on a TPU the one that it is)",
     )
     tune.add_argument("--format", metavar="FORMAT", **some, help="weight formats (default: those that the chip runs)")
     tune.add_argument(
@@ -77,6 +89,15 @@ def register(subparsers: Any) -> None:
     tune.add_argument("--journal", type=Path, metavar="FILE", help="every try as JSON Lines, replaced unless --resume (default: DIR/tune.jsonl)")  # fmt: skip
     tune.add_argument("--resume", action="store_true", help="continue the journal, if it is there: what is in it is not tried again, unless it took too long or died")  # fmt: skip
     tune.add_argument(
+        "--verify",
+        action="store_true",
+        help="with --compile-only: compile the rows that DIR holds instead of looking for others, and change nothing",
+    )
+    tune.add_argument(
+        "--sample", metavar="N", type=positive, help="with --verify: so many of the rows, evenly spaced (default: all)"
+    )
+    tune.add_argument("--missing", action="store_true", help="only what has no row in DIR yet")
+    tune.add_argument(
         "--report", type=Path, metavar="FILE", help="write all candidates with their scores as one HTML file"
     )
     tune.set_defaults(run=run, parser=tune)
@@ -94,6 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--routing-counts is for measuring, --compile-only knows uniform routing only.")
     if not arguments.compile_only and arguments.jobs != 1:
         raise ConfigError("--jobs is for --compile-only: a TPU measures one thing at a time.")
+    if arguments.sample is not None and not arguments.verify:
+        raise ConfigError("--sample is for --verify.")
+    if arguments.verify:
+        return run_verify(arguments, lambda stop: _compilers(arguments, stop, "bytes"))
     _writable("--report", arguments.report)
     _writable("--journal", arguments.journal)
 
@@ -106,6 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
         "device_counts": arguments.num_devices, "tokens": arguments.num_tokens,
     }  # fmt: skip
     selection = Selection(**{name: tuple(value) for name, value in asked.items() if value is not None})
+    if arguments.model is not None:
+        format = arguments.format[0] if arguments.format else None
+        layers = tuple(layer_of_checkpoint(model, format) for model in arguments.model)
+        selection = dataclasses.replace(selection, layers=layers, workloads=tuple(arguments.workload or ()))
     jobs_of(selection)  # whatever the machine is, the names are known
     stop = threading.Event()
     with ExitStack() as stack:
@@ -115,8 +144,12 @@ def run(arguments: argparse.Namespace) -> int:
             selection, executor = _measurers(arguments, selection, stop, stack)
         jobs = jobs_of(selection)
         _prepare(arguments.output_dir)
-        for chip in {job.chip.name: job.chip for job in jobs}.values():
-            rows.read(arguments.output_dir, chip)
+        chips = {job.chip.name: job.chip for job in jobs}
+        held = {
+            name: {row.key for row in rows.read(arguments.output_dir, chip).entries} for name, chip in chips.items()
+        }
+        if arguments.missing:
+            jobs = [job for job in jobs if job.key not in held[job.chip.name]]
         journal = stack.enter_context(
             Journal(arguments.journal or arguments.output_dir / "tune.jsonl", resume=arguments.resume)
         )
@@ -183,14 +216,14 @@ def _line(result: Result) -> str:
     return f"{result.job.label}  {tiles(result.chosen)}{stays}; {trial.score_kind} {trial.score:.1f} of {len(result.trials)} tried{drift}"
 
 
-def _compilers(arguments: argparse.Namespace, stop: threading.Event) -> Callable[[], Executor]:
+def _compilers(arguments: argparse.Namespace, stop: threading.Event, kind: str = "") -> Callable[[], Executor]:
     import importlib.util
 
     from tpu_serve.tuner.compiling import Compile, Schedule
 
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("compiling for a TPU needs the package libtpu: pip install 'tpu-serve[tpu]'.")
-    kind = arguments.score or ("bytes" if arguments.candidates == 1 else "schedule")
+    kind = kind or arguments.score or ("bytes" if arguments.candidates == 1 else "schedule")
     make = Compile if kind == "bytes" else Schedule
     return lambda: make(arguments.timeout, stop)
 
@@ -203,8 +236,6 @@ def _measurers(
     Raises:
       ConfigError: there is no TPU, or not what is asked for.
     """
-    import dataclasses
-
     from tpu_serve.tuner.inputs import ROUTINGS, captured
     from tpu_serve.tuner.jobs import jobs_of
     from tpu_serve.tuner.measuring import Measure

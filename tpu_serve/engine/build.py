@@ -24,6 +24,7 @@ from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan, make_plan
+from tpu_serve.engine.warm_up import WarmUp
 from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
 from tpu_serve.layers.attention import pages_per_block
 from tpu_serve.layers.moe.backends import choose_backend
@@ -69,6 +70,7 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     placement = placement.padded_for(experts.padding)
     plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
     experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
+    warm_up = WarmUp(config.moe, experts, plan.buckets) if config.moe.warm_up_measure else None
     on_phase("tokenizer", 0.0)
     tokenizer = _tokenizer(config, folder)
     info = ModelInfo(
@@ -92,6 +94,9 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
             placement.specs, folder, mesh, rules, ignore=(*model.ignored_weights, *_cut_layers(folder, hf_config)),
             progress=lambda done, total: on_phase("weights", done / max(1, total)),
         )  # fmt: skip
+    if warm_up is not None:
+        on_phase("measure", 0.0)
+        experts = warm_up.run(params)
     on_phase("compile", 0.0)
     scheduler = Scheduler(
         PagePool(plan.num_pages, plan.page_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tpu_serve.config import EngineConfig
 from tpu_serve.engine.core import EngineCore
@@ -29,4 +29,4 @@ class Engine:
     intake: Intake
     core: EngineCore
     tokenizer: Tokenizer
-    moe_plans: Mapping[tuple[str, str], int]
+    moe_plans: Mapping[tuple[str, str], int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tpu_serve.config import ConfigError
 from tpu_serve.kernels.fused_moe_v2.config import MODES, Config
-from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 from tpu_serve.tuning_tables.typed import Malformed, from_json
 
 KERNEL = "fused_moe_v2"
@@ -77,6 +77,27 @@ def key_of(problem: Problem) -> Key | None:
         p.hidden, p.intermediate, p.num_experts, p.top_k, p.num_devices, p.format, bucket, p.dtype, p.activation.name,
         p.gate_up_bias, p.down_bias, p.post_norm is not None, p.scale_on_input, p.dispatch_dtype, p.combine_dtype,
     )  # fmt: skip
+
+
+def problem_of_key(key: Key) -> Problem:
+    """The problem that a row was made for: the layer with sequence parallelism, where the devices are more than one."""
+    return Problem(
+        num_tokens=key.num_tokens,
+        num_experts=key.num_experts,
+        top_k=key.top_k,
+        hidden=key.hidden,
+        intermediate=key.intermediate,
+        num_devices=key.num_devices,
+        format=key.format,
+        dtype=key.dtype,
+        activation=Activation(key.activation),
+        gate_up_bias=key.gate_up_bias,
+        down_bias=key.down_bias,
+        post_norm=PostNorm(1e-6) if key.post_norm else None,
+        scale_on_input=key.scale_on_input,
+        dispatch_dtype=key.dispatch_dtype,
+        combine_dtype=key.combine_dtype,
+    )
 
 
 _OF_MODE = {

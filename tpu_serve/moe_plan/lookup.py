@@ -112,20 +112,29 @@ def find(problem: Problem, chip: Chip, rows: Rows) -> Found:
         return Found(config, "exact", own)
     rule = heuristic(problem, chip)
     if key is not None:
-        # A row of the other mode lies beyond the token count at which modes change, and says nothing about this one.
-        sources: tuple[tuple[Source, Iterator[Row] | list[Row]], ...] = (
-            ("bucket", rows.above(key)),
-            ("near", rows.alike(key)),
-        )
-        for source, found in sources:
-            for row in found:
-                if row is own or row.value.mode != rule.mode:
-                    continue
-                if (config := usable(row)) is not None:
-                    return Found(config, source, row, tuple(passed_over))
-                if source == "near":
-                    break  # the others are less alike still
+        for source, row in _others(key, rows):
+            # A row of the other mode lies beyond the token count at which modes change, and says nothing about this one.
+            if row is own or row.value.mode != rule.mode:
+                continue
+            if (config := usable(row)) is not None:
+                return Found(config, source, row, tuple(passed_over))
     return Found(rule, "heuristic", None, tuple(passed_over))
+
+
+MOST_STRETCH = 2.0
+"""Tiles that nobody measured are taken for at most so many times more or fewer rows of an expert than they were found for: further away the rule,
+which knows the real number, is the better guess."""
+
+
+def _others(key: Key, rows: Rows) -> Iterator[tuple[Source, Row]]:
+    """Rows of other token counts or layers that may answer, best first."""
+    for row in rows.above(key):
+        if row.provenance.kind == "measured" or row.key.num_tokens == key.num_tokens:
+            yield "bucket", row
+    for row in rows.alike(key)[:1]:
+        stretch = abs(math.log2(row.key.rows_per_expert / key.rows_per_expert))
+        if row.provenance.kind == "measured" or stretch <= math.log2(MOST_STRETCH):
+            yield "near", row
 
 
 def fitted(config: Config, problem: Problem) -> Config:

@@ -6,11 +6,11 @@ import math
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_serve.bench.compiled.program import Program
 from tpu_serve.bench.compiled.report import CompileWorkerFailed, report
 from tpu_serve.bench.compiled.topology import ENVIRONMENT
 from tpu_serve.device.chip import MIB
@@ -166,13 +166,11 @@ class Schedule:
 
     def run(self, task: Task) -> Trial:
         assert task.config is not None
-        p, config = task.problem, task.config
-        wanted = {"chip": task.chip.name, "workload": task.workload, "num_tokens": p.num_tokens, "format": p.format}
-        target = "tpu_serve.bench.fused_moe:program"
+        num_devices, target = task.problem.num_devices, "tpu_serve.tuner.compiling:program"
         with tempfile.TemporaryDirectory(prefix="tpu-serve-tune-") as folder:
             try:
                 found = report(
-                    target, {**wanted, "config": asdict(config)}, task.chip.name, p.num_devices, self._timeout_s,
+                    target, {"task": task.as_json()}, task.chip.name, num_devices, self._timeout_s,
                     stop=self._stop, dump_folder=folder,
                 )  # fmt: skip
             except CompileWorkerFailed as error:
@@ -189,6 +187,15 @@ class Schedule:
 
     def close(self) -> None:
         """Nothing runs between two configs."""
+
+
+def program(devices: Sequence[Any], task: Mapping[str, Any]) -> Program:
+    """A target of `bench.compiled.report`: a task as JSON."""
+    from tpu_serve.bench.fused_moe import program_of
+
+    read = Task.of_json(task)
+    assert read.config is not None
+    return program_of(read.problem, read.config, read.chip, devices)
 
 
 def scored(task: Task, found: Mapping[str, Any], text: str) -> Trial:

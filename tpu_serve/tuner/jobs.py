@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ from tpu_serve.kernels.fused_moe_v2.cases import DEVICE_COUNTS, WORKLOADS
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.moe_plan.key import BUCKETS, Key, key_of
+from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 
-CHIPS = ("v5e", "v6e", "tpu7x")
+CHIPS = tuple(TPU_CHIPS)
 """Those tuned for if none is named."""
 
 
@@ -44,6 +46,7 @@ class Selection:
     Attributes:
       formats: None for those that suit a layer on a chip. Where they are named, every layer is asked for in each of them.
       device_counts: None for those of `DEVICE_COUNTS` that the chip has slices of.
+      layers: by name, tuned for beside the workloads; in their own format unless `formats` names some.
     """
 
     chips: tuple[str, ...] = CHIPS
@@ -51,6 +54,7 @@ class Selection:
     formats: tuple[str, ...] | None = None
     device_counts: tuple[int, ...] | None = None
     tokens: tuple[int, ...] = BUCKETS
+    layers: tuple[tuple[str, MoELayer], ...] = ()
 
 
 def known(flag: str, given: Iterable[object] | None, names: Sequence[object]) -> None:
@@ -84,8 +88,21 @@ def _all(selection: Selection) -> Iterator[Job]:
     for name in selection.chips:
         chip = TPU_CHIPS[name]
         counts = selection.device_counts or tuple(count for count in DEVICE_COUNTS if count in slice_sizes(chip))
-        for workload in (WORKLOADS[one] for one in selection.workloads):
-            for format in selection.formats or workload.formats(name):
-                for num_devices in counts:
-                    for num_tokens in sorted(selection.tokens):
-                        yield Job(workload.name, chip, workload.problem(num_tokens, num_devices, format))
+        for layer_name, layer in _layers(selection, name):
+            for num_devices in counts:
+                for num_tokens in sorted(selection.tokens):
+                    yield Job(layer_name, chip, problem_of(layer, num_tokens, num_devices, _POLICY))
+
+
+_POLICY = Policy(sequence_parallel=True)
+"""What rows of a table are about, see `moe_plan.key.Key`."""
+
+
+def _layers(selection: Selection, chip: str) -> Iterator[tuple[str, MoELayer]]:
+    for workload in (WORKLOADS[one] for one in selection.workloads):
+        for format in selection.formats or workload.formats(chip):
+            yield workload.name, MoELayer.of_workload(workload, format)
+    for name, layer in selection.layers:
+        for format in selection.formats or (layer.format,):
+            dtype = "float32" if format == "float32" else "bfloat16"
+            yield name, dataclasses.replace(layer, format=format, dtype=dtype)

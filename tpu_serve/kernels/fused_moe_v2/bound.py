@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from tpu_serve.device.chip import Chip, slice_grid
 from tpu_serve.kernels.fused_moe_v2.problem import Problem, item_bytes
@@ -58,6 +59,7 @@ def active_experts(problem: Problem) -> float:
     return p.num_experts / p.num_devices * (1.0 - (1.0 - p.top_k / p.num_experts) ** p.num_tokens)
 
 
+@cache
 def busiest_link(shape: tuple[int, ...], devices_per_chip: int = 1) -> int:
     """(sender, receiver) pairs of devices whose messages cross the busiest link of a mesh, routed one dimension after the other."""
     chips = list(itertools.product(*map(range, shape)))
@@ -73,6 +75,7 @@ def busiest_link(shape: tuple[int, ...], devices_per_chip: int = 1) -> int:
     return max(load.values(), default=0)
 
 
+@cache
 def fewest_links(shape: tuple[int, ...]) -> int:
     """Links of the chip that has the fewest."""
     chips = itertools.product(*map(range, shape))
