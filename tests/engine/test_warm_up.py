@@ -1,42 +1,24 @@
 """Timing both ways of running the experts at a server's start: which way is taken, what is kept, what a later start makes of it."""
 
 import dataclasses
-import json
 import logging
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FIXTURES
+from warm_up_fakes import CONFIG, JAX, SERVED, V6E, Clock, layer, options, params, start
 
-from tpu_serve import LLM, ConfigError
+from tpu_serve import ConfigError
 from tpu_serve.config import MoEOptions
-from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
-from tpu_serve.device.mesh import make_mesh
-from tpu_serve.engine import build
+from tpu_serve.device.chip import cpu_chip
 from tpu_serve.engine.warm_up import WarmUp, first_experts
-from tpu_serve.hf_config import read_config
-from tpu_serve.layers.moe.backends import choose_backend
-from tpu_serve.layers.moe.routing import MoEConfig, Routing
+from tpu_serve.layers.moe.routing import Routing
 from tpu_serve.layers.moe.timing import Timing, TooShort, chained
-from tpu_serve.models.registry import build_model
 from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of
-from tpu_serve.moe_plan.layer import Policy
 from tpu_serve.moe_plan.merge import merge_into, read
-from tpu_serve.moe_plan.planner import Planner
-from tpu_serve.moe_plan.rows import rows_of
 from tpu_serve.tuning_tables.files import table_path
 from tpu_serve.tuning_tables.table import Entry, Provenance
-
-V6E = TPU_CHIPS["v6e"]
-JAX = jax.__version__
-COMPILED = Path(os.environ["XDG_CACHE_HOME"]) / "tpu-serve" / "compile"
-CONFIG = MoEConfig(num_experts=6, top_k=2, hidden=384, intermediate=256, renormalise=True)
-SERVED = (64, 128, 300, 512)
-"""By rule the kernel runs all of them but 300."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,52 +27,6 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("platform.node", lambda: "here")
     return tmp_path / "cache" / "tpu-serve" / "tuning_tables"
-
-
-def options(*folders):
-    return MoEOptions(warm_up_measure=True, moe_tuning_dir=tuple(map(str, folders)))
-
-
-def layer(moe, chip=V6E, num_devices=2, config=CONFIG):
-    """The layer as a start of the server has it, with the tables that are there now."""
-    mesh = make_mesh(jax.devices()[:num_devices])
-    return choose_backend(moe, config, chip, mesh, "bfloat16", rows_of(chip.name, moe.tuning_folders))
-
-
-class Clock:
-    """Microseconds by (path, tokens), or what is raised; 100 for the kernel and 200 for XLA where nothing is said."""
-
-    def __init__(self, times=None):
-        self.times, self.asked = times or {}, []
-
-    def __call__(self, way, arguments):
-        x, routing, _ = arguments
-        assert x.shape == (way.plan.num_tokens, CONFIG.hidden)
-        assert routing.expert_ids.shape == (way.plan.num_tokens, CONFIG.top_k)
-        self.asked.append((way.plan.path, way.plan.num_tokens))
-        found = self.times.get(self.asked[-1], 100.0 if way.plan.path == "fused" else 200.0)
-        if isinstance(found, Exception):
-            raise found
-        return Timing(found, 0.0123456, 80)
-
-
-def params(num_devices=2):
-    """Weights of a model whose first layer has no experts, as the loader pads and places them."""
-    mesh = make_mesh(jax.devices()[:num_devices])
-    by_expert = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
-    random = np.random.default_rng(0)
-
-    def weights(*shape):
-        values = random.normal(0, 0.05, shape).astype(jnp.bfloat16)
-        return jax.device_put(values, by_expert)
-
-    experts = {"gate_up": weights(6, 2, 384, 256), "down": weights(6, 256, 384)}
-    return {"layers": [{"mlp": {}}, {"experts": experts}, {"experts": {"gate_up": None, "down": None}}]}
-
-
-def start(moe, clock, buckets=SERVED, **changes):
-    """The layer that a server with these options runs."""
-    return WarmUp(moe, layer(moe, **changes), buckets, clock).run(params())
 
 
 def paths(experts, buckets=SERVED):
@@ -208,10 +144,10 @@ def test_times_that_hold_on_every_host_are_enough_and_those_of_an_older_jax_are_
     }
     rows = [Entry(key_of(plans[tokens].problem), plans[tokens].config, *known) for tokens, known in given.items()]
     merge_into(home, V6E, rows, JAX)
-    clock = Clock()
+    clock = Clock({("ragged", 256): 50.0})
     after = start(options(), clock, (64, 128, 256))
     assert clock.asked == [(path, tokens) for tokens in (128, 256) for path in ("fused", "ragged")]
-    assert paths(after, (64, 128, 256)) == ["ragged", "fused", "fused"]
+    assert paths(after, (64, 128, 256)) == ["ragged", "fused", "ragged"]
     assert [row.provenance.us for row in read(home, V6E).entries] == [3.0, 100.0, 100.0]
 
 
@@ -284,88 +220,3 @@ def test_tokens_are_the_same_at_every_start(tmp_path):
         (tmp_path / name).mkdir()
         start(options(tmp_path / name), record, (64,))
     assert all(one == seen[0] for one in seen)
-
-
-HUGE = dataclasses.replace(CONFIG, hidden=2**20)
-REFUSED = [
-    ({"chip": cpu_chip()}, "has nothing to choose: on a CPU the fused kernel is only simulated"),
-    ({"num_devices": 1}, r"has nothing to choose: on one device the fused kernel is never taken \(--tensor-parallel"),
-    ({"config": HUGE}, "has nothing to choose: the fused kernel cannot run this model: .* MiB of VMEM; v6e has"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_nothing_to_choose_is_an_error_at_the_door(changes, message, home):
-    with pytest.raises(ConfigError, match=f"--warm-up-measure {message}"):
-        WarmUp(options(), layer(options(), **changes), SERVED, Clock())
-    assert not home.exists()
-
-
-def test_what_is_given_leaves_nothing_to_choose(monkeypatch):
-    with pytest.raises(ConfigError, match="--warm-up-measure needs --moe-backend auto: ragged runs at every token"):
-        MoEOptions("ragged", warm_up_measure=True)
-    with pytest.raises(ConfigError, match="--moe-tiles is for experiments"):
-        MoEOptions(warm_up_measure=True, moe_tiles={"mode": "D"})
-    monkeypatch.setenv("TPU_SERVE_MOE_TILES", json.dumps({"mode": "D"}))
-    with pytest.raises(ConfigError, match="--moe-tiles is for experiments"):
-        MoEOptions(warm_up_measure=True)
-
-
-def test_a_place_that_cannot_be_written_is_an_error_at_the_door(home, tmp_path, monkeypatch):
-    experts = layer(options())
-    home.parent.mkdir(parents=True)
-    home.write_text("a file where the folder should be")
-    with pytest.raises(
-        ConfigError, match=r"--warm-up-measure cannot keep times in .*tuning_tables/v6e: Not a directory"
-    ):
-        WarmUp(options(), experts, SERVED, Clock())
-    monkeypatch.setattr("platform.node", lambda: "")
-    with pytest.raises(ConfigError, match="name of this host, which has none"):
-        WarmUp(options(), experts, SERVED, Clock())
-
-
-def test_a_user_without_a_home_starts_all_the_same(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("pathlib.Path.home", homeless)
-    assert MoEOptions(moe_tuning_dir=("a",)).tuning_folders[0].name == "a"
-    assert MoEOptions().tuning_folders == []
-    with pytest.raises(ConfigError, match="--moe-tuning-dir must name a folder for --warm-up-measure"):
-        assert MoEOptions().measured_folder
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_every_family_has_its_experts_where_they_are_looked_for(family):
-    model = build_model(read_config(FIXTURES / family))
-    found = first_experts(model.param_specs(jnp.dtype("float32")))
-    assert found.gate_up.shape[0] == found.down.shape[0] == model.moe.num_experts
-    assert first_experts({"layers": [{"mlp": None}]}) is None
-
-
-def test_a_server_refuses_before_weights_and_otherwise_runs_what_was_chosen(monkeypatch):
-    tiny = {
-        "dtype": "float32", "token_buckets": (8,), "max_num_batched_tokens": 8, "max_model_len": 32, "num_pages": 9,
-        "compile_cache_dir": str(COMPILED),
-    }  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "load_params", lambda *_, **__: pytest.fail("weights were read"))
-        with pytest.raises(ConfigError, match="--warm-up-measure has nothing to choose: on a CPU"):
-            LLM(str(FIXTURES / "mixtral"), warm_up_measure=True, **tiny)
-
-    class Stub:
-        """Always chooses another way."""
-
-        def __init__(self, moe, experts, buckets):
-            self.experts, self.buckets = experts, buckets
-
-        def run(self, weights):
-            assert isinstance(first_experts(weights).down, jax.Array)
-            old = self.experts.planner
-            planner = Planner(old.layer, old.num_devices, old.chip, Policy("dense"))
-            planner.prepare(self.buckets)
-            return dataclasses.replace(self.experts, planner=planner)
-
-    monkeypatch.setattr(build, "WarmUp", Stub)
-    assert LLM(str(FIXTURES / "mixtral"), warm_up_measure=True, **tiny).engine.moe_plans == {("dense", "none"): 1}

@@ -26,6 +26,7 @@ EXAMPLES = {
     "moe_permute": (["onehot"], "onehot"),
     "moe_tuning_dir": (["tables", "more"], ("tables", "more")),
     "moe_strict_tables": ([], True),
+    "warm_up_measure": ([], True),
     "moe_tiles": (['{"mode": "D"}'], {"mode": "D"}),
     "moe_combine": (["tc"], "tc"),
     "moe_grouped_matmul": (["xla"], "xla"),

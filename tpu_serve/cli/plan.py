@@ -46,7 +46,7 @@ def register(subparsers: Any) -> None:
     )
     add(
         "--num-devices", "--ep", "--tensor-parallel-size", "-tp", metavar="N", type=positive,
-        help="devices that the experts are split over (default: 8; with --coverage, 4 8 16)",
+        help="devices that the experts are split over (default: 8, or 1 on a CPU; with --coverage, 4 8 16)",
     )  # fmt: skip
     add("--format", metavar="FORMAT", help="of the weights, as in fp8_channel (default: the type of the checkpoint)")
     add(
@@ -151,7 +151,8 @@ def _questions(arguments: argparse.Namespace) -> Iterator[_Question]:
             raise ConfigError(f"{flag} {value} is unknown; known are {', '.join(known)}.{hint}")
     everything = arguments.coverage
     names = [arguments.chip] if arguments.chip else list(TPU_CHIPS) if everything else ["v6e"]
-    counts = [arguments.num_devices] if arguments.num_devices else list(DEVICE_COUNTS) if everything else [8]
+    usual = list(DEVICE_COUNTS) if everything else [1 if arguments.chip == "cpu" else 8]
+    counts = [arguments.num_devices] if arguments.num_devices else usual
     models = list(WORKLOADS) if everything and arguments.model is None else [arguments.model]
     policy = _policy(arguments)
     for chip in names:

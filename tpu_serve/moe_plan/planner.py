@@ -71,9 +71,10 @@ class Planner:
         applicable = [plan for plan in plans if self.is_applicable(plan)]
         missing = [plan.num_tokens for plan in applicable if not plan.has_exact_row]
         if not applicable:
-            logger.info(
-                "MoE tuning tables: not used, the fused kernel runs for none of the %d token buckets", len(plans)
-            )
+            if self.chip.is_tpu:
+                logger.info(
+                    "MoE tuning tables: not used, the fused kernel runs for none of %d token buckets", len(plans)
+                )
             return
         listed = ", ".join(map(str, missing))
         logger.info(
