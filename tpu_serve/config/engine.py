@@ -1,29 +1,21 @@
-"""Every option of the engine and the server: one frozen dataclass a topic, each field carrying its own help text.
-
-The command line, `LLM(...)` and `/metrics` all read this one declaration. Checks that need no model happen here; the only reads of
-environment variables in the package happen here too.
-"""
+"""What the engine is built from."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpu_serve.config.folders import user_cache
+from tpu_serve.config.moe import MoEOptions
 from tpu_serve.option import ConfigError, check_at_least, check_choices, check_types, option
 
-EMBEDDED_MODEL = Path(__file__).parent / "embedded" / "tiny-chat"
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded" / "tiny-chat"
 """The model that is used when none is named."""
-
-__all__ = [
-    "EMBEDDED_MODEL", "CacheOptions", "CompileOptions", "ConfigError", "EngineConfig", "MoEOptions", "ModelOptions", "ParallelOptions", "SchedulerOptions",
-    "ServerConfig", "engine_options",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,119 +61,6 @@ class ModelOptions:
     def served_name(self) -> str:
         """What requests call the model unless --served-model-name says otherwise."""
         return self.model or EMBEDDED_MODEL.name
-
-
-def _user_cache() -> Path:
-    """Of this program among those of the user's others."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tpu-serve"
-
-
-MOVERS = ("auto", "tc", "onehot", "xla")
-"""What may move rows to experts and back: a kernel, a product with a matrix of zeros and ones, or XLA's gathers."""
-
-
-@dataclass(frozen=True)
-class MoEOptions:
-    """How experts are computed."""
-
-    moe_backend: str = option(
-        "auto",
-        "which mixture-of-experts implementation runs; 'fused' is the expert-parallel TPU kernel, 'grouped' is made of kernels for one device; both "
-        "are simulated (slowly) on a CPU",
-        choices=("auto", "dense", "ragged", "grouped", "fused"),
-    )
-    moe_permute: str = option(
-        "auto",
-        "what sorts tokens by expert for --moe-backend grouped: 'tc' is a TPU kernel, simulated on a CPU, 'onehot' a matrix product, 'xla' a gather",
-        choices=MOVERS,
-    )
-    moe_combine: str = option(
-        "auto", "what adds up a token's experts for --moe-backend grouped; choices as for --moe-permute", choices=MOVERS
-    )
-    moe_grouped_matmul: str = option(
-        "auto",
-        "what multiplies by the experts' matrices for --moe-backend grouped: 'tc' is a TPU kernel, simulated on a CPU, 'xla' is XLA's ragged_dot",
-        choices=("auto", "tc", "xla"),
-    )
-
-    moe_tuning_dir: tuple[str, ...] = option(
-        (),
-        "folders of tuning tables (<chip>/fused_moe_v2.json, as `tpu-serve tune` writes them) that go before those of the package",
-        metavar="DIR",
-    )
-    moe_strict_tables: bool = option(
-        False, "refuse to start while a token bucket of the fused kernel has no row of its own in the tuning tables"
-    )
-    moe_tiles: dict[str, Any] = option(
-        {},
-        'for experiments: run the fused kernel with this config (a row\'s "value") wherever it is legal; also read from TPU_SERVE_MOE_TILES',
-        metavar="JSON",
-    )
-    warm_up_measure: bool = option(
-        False,
-        "on several TPU devices: time the fused kernel and XLA at every token bucket once, take the faster one, and keep the times for later starts on "
-        "this host, in the first --moe-tuning-dir or without one in ~/.cache/tpu-serve/tuning_tables",
-    )
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_choices(self)
-        for name in ("moe_permute", "moe_combine", "moe_grouped_matmul"):
-            value = getattr(self, name)
-            if value != "auto" and self.moe_backend != "grouped":
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {value} needs --moe-backend grouped: {self.moe_backend} has no such part to choose."
-                )
-        if self.warm_up_measure:
-            if self.moe_backend != "auto":
-                raise ConfigError(
-                    f"--warm-up-measure needs --moe-backend auto: {self.moe_backend} runs at every token count, and there is nothing to compare."
-                )
-            if self.tiles:
-                raise ConfigError(
-                    "--warm-up-measure keeps what it finds, and --moe-tiles is for experiments: use one of them."
-                )
-
-    @property
-    def tiles(self) -> dict[str, Any]:
-        """What --moe-tiles gives, or the environment where that is left out; empty for neither.
-
-        Raises:
-          ConfigError: the environment variable holds no JSON object.
-        """
-        given = os.environ.get("TPU_SERVE_MOE_TILES")
-        if self.moe_tiles or not given:
-            return self.moe_tiles
-        try:
-            value = json.loads(given)
-        except ValueError as error:
-            raise ConfigError(f"TPU_SERVE_MOE_TILES={given!r} is not JSON: {error}.") from None
-        if not isinstance(value, dict):
-            raise ConfigError(f"TPU_SERVE_MOE_TILES={given!r} is not a JSON object.")
-        return value
-
-    @property
-    def measured_folder(self) -> Path:
-        """Where --warm-up-measure keeps tables that no folder was named for. Every start reads it, if it is there.
-
-        Raises:
-          ConfigError: the user has no home.
-        """
-        try:
-            return _user_cache() / "tuning_tables"
-        except RuntimeError as error:
-            raise ConfigError(f"--moe-tuning-dir must name a folder for --warm-up-measure: {error}") from None
-
-    @property
-    def tuning_folders(self) -> list[Path]:
-        """Folders of tables that go before those of the package, the first one first."""
-        named = [Path(folder).expanduser() for folder in self.moe_tuning_dir]
-        try:
-            kept = [self.measured_folder]
-        except ConfigError:  # nothing was kept there
-            kept = []
-        return [*named, *(folder for folder in kept if os.path.isdir(folder))]
 
 
 @dataclass(frozen=True)
@@ -299,7 +178,7 @@ class CompileOptions:
             return None
         if self.compile_cache_dir:
             return Path(self.compile_cache_dir).expanduser()
-        return _user_cache() / "compile"
+        return user_cache() / "compile"
 
 
 @dataclass(frozen=True)
@@ -355,49 +234,3 @@ def engine_options() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
     for part, cls in _PARTS.items():
         for item in dataclasses.fields(cls):
             yield part, item.name, item
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """The HTTP endpoint."""
-
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = option(8000, "port to listen on; 0 takes a free one")
-    served_model_name: tuple[str, ...] = option(
-        (), "names that requests may use for the model; the first one is echoed", metavar="NAME"
-    )
-    api_key: tuple[str, ...] = option(
-        (), "key that requests must bring; may be repeated; also read from TPU_SERVE_API_KEY", metavar="KEY"
-    )
-    chat_template: str | None = option(
-        None, "file with a jinja2 chat template that replaces the model's", metavar="FILE"
-    )
-    strict_fields: bool = option(
-        False, "answer 400 to unknown request fields instead of naming them in a response header"
-    )
-    max_request_bytes: int = option(32 * 2**20, "largest request body (k, m, g suffixes allowed)")
-    shutdown_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
-    log_level: str = option("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
-    log_stats_interval: float = option(
-        10.0, "seconds between log lines with throughput and load while there is work; 0 for none"
-    )
-    enable_log_requests: bool = option(False, "log every request's id, sizes and outcome (never its text)")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "max_request_bytes")
-        if "" in self.api_key:
-            raise ConfigError("--api-key must not be empty: everyone could send that key.")
-        if not all(self.served_model_name):
-            raise ConfigError("--served-model-name must not be empty.")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout}.")
-        if not self.log_stats_interval >= 0:
-            raise ConfigError(f"--log-stats-interval must not be negative, got {self.log_stats_interval}.")
-
-    @property
-    def api_keys(self) -> frozenset[str]:
-        from_environment = os.environ.get("TPU_SERVE_API_KEY")
-        return frozenset(self.api_key) | (frozenset([from_environment]) if from_environment else frozenset())

@@ -1,0 +1,33 @@
+"""Every option of the engine and the server: one frozen dataclass a topic, each field carrying its own help text.
+
+The command line, `LLM(...)` and `/metrics` all read this one declaration. Checks that need no model happen here; the only reads of
+environment variables in the package happen here too.
+"""
+
+from tpu_serve.config.engine import (
+    EMBEDDED_MODEL,
+    CacheOptions,
+    CompileOptions,
+    EngineConfig,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    engine_options,
+)
+from tpu_serve.config.moe import MoEOptions
+from tpu_serve.config.server import ServerConfig
+from tpu_serve.option import ConfigError
+
+__all__ = [
+    "EMBEDDED_MODEL",
+    "CacheOptions",
+    "CompileOptions",
+    "ConfigError",
+    "EngineConfig",
+    "MoEOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "SchedulerOptions",
+    "ServerConfig",
+    "engine_options",
+]
