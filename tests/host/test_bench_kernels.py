@@ -4,13 +4,21 @@ import dataclasses
 
 import pytest
 
-from tpu_serve.bench import kernel_rows, kernels
+from tpu_serve.bench import fused_moe_cells, kernel_rows, kernels
 from tpu_serve.bench.compiled.report import CompileWorkerFailed
+from tpu_serve.bench.fused_moe import config_of
+from tpu_serve.bench.fused_moe_cells import FusedMoe
 from tpu_serve.bench.kernel_cells import Case, Cell
 from tpu_serve.bench.kernel_rows import Row, sweep
 from tpu_serve.bench.kernel_table import columns, line, text
 from tpu_serve.cli.main import main
 from tpu_serve.config import ConfigError
+from tpu_serve.device.chip import TPU_CHIPS
+from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
+from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.moe_plan import lookup
+from tpu_serve.moe_plan.key import key_of
+from tpu_serve.tuning_tables.table import Entry, Provenance, Table
 
 SMALL = {
     "chips": ("v6e",),
@@ -167,16 +175,30 @@ def test_what_the_compiler_refuses_is_in_the_table(monkeypatch, answer, words):
     assert f"failed: {words}" in text([row])
 
 
-@pytest.mark.parametrize("asked", ["supports", "heuristic"])
+@pytest.mark.parametrize("asked", ["supports", "chosen"])
 def test_what_the_kernel_refuses_is_not_compiled(monkeypatch, asked):
     def refuse(*arguments):
-        if asked == "heuristic":
+        if asked == "chosen":
             raise ValueError("because")
         return "because"
 
     monkeypatch.setattr(f"tpu_serve.bench.fused_moe_cells.{asked}", refuse)
     (row,) = rows(monkeypatch, AssertionError("never asked"))
     assert (row.outcome, row.reason) == ("refused", "because")
+
+
+def test_a_cell_runs_what_the_tables_say(monkeypatch):
+    """What a server would run; with a mode, the rule's for that mode."""
+    problem = WORKLOADS["Qwen3-30B-A3B"].problem(64, 8, "bfloat16")
+    row = Entry(key_of(problem), Config("D", 256, 4), Provenance("compiled", "2026-11-30"))
+    known = lookup.Rows([Table("fused_moe_v2", "v6e", TPU_CHIPS["v6e"].vmem_bytes, (row,))])
+    monkeypatch.setattr(fused_moe_cells, "_rows", lambda chip: known)
+    case = next(iter(FusedMoe().cases("v6e", ("Qwen3-30B-A3B",), ("bfloat16",), (64,), (8,))))
+    config = FusedMoe().config(case, None)
+    assert (config["tile_columns"], config["ring_slots"], config["source"]) == (256, 4, "exact")
+    assert config_of(problem, TPU_CHIPS["v6e"], {}) == row.value, "and so does its program"
+    assert FusedMoe().config(case, "D")["source"] == "heuristic"
+    assert FusedMoe().config(case, "D")["tile_columns"] == 768
 
 
 def test_every_cell_is_there_once():

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_serve.bench.compiled.program import Program
+from tpu_serve.bench.fused_moe_cells import chosen
 from tpu_serve.device.chip import TPU_CHIPS, Chip
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.kernels.fused_moe_v2 import tables
@@ -20,7 +21,6 @@ from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.cases import WORKLOADS
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import ROW_LIMITS
-from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import sum_by_windows
 from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2, in_windows
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
@@ -31,12 +31,12 @@ AXIS = "model"
 
 
 def config_of(problem: Problem, chip: Chip, changes: Mapping[str, Any]) -> Config:
-    """The heuristic's config, for the mode that `changes` may name, with the other fields that it names replaced.
+    """The config that a server would run, or the rule's for the mode that `changes` may name, with the other fields that it names replaced.
 
     Raises:
       ValueError: there is none.
     """
-    return dataclasses.replace(heuristic(problem, chip, changes.get("mode")), **changes)
+    return dataclasses.replace(chosen(problem, chip, changes.get("mode")).config, **changes)
 
 
 def abstract_arguments(problem: Problem, mesh: Mesh) -> tuple[list[Any], list[PartitionSpec]]:

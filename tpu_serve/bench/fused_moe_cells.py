@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from tpu_serve.bench.kernel_cells import Case, Kernel
-from tpu_serve.device.chip import MIB, TPU_CHIPS
+from tpu_serve.device.chip import MIB, TPU_CHIPS, Chip
 from tpu_serve.kernels.fused_moe_v2 import cases
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import smem_bytes, supports, vmem_bytes
+from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.moe_plan.lookup import Found, Rows, find
+from tpu_serve.moe_plan.rows import rows_of
+
+
+@cache
+def _rows(chip: str) -> Rows:
+    return rows_of(chip)
+
+
+def chosen(problem: Problem, chip: Chip, mode: str | None = None) -> Found:
+    """The config that a server would run, from the tables of the package, or with a mode the rule's for that.
+
+    Raises:
+      ValueError: there is none; the message is the reason.
+    """
+    return find(problem, chip, _rows(chip.name)) if mode is None else Found(heuristic(problem, chip, mode), "heuristic")
 
 
 class FusedMoe(Kernel):
@@ -44,15 +62,17 @@ class FusedMoe(Kernel):
         if reason is not None:
             return reason
         try:
-            heuristic(case.problem, chip, mode)
+            chosen(case.problem, chip, mode)
         except ValueError as error:
             return str(error)
         return None
 
     def config(self, case: Case, mode: str | None) -> dict[str, Any]:
-        config = heuristic(case.problem, TPU_CHIPS[case.chip], mode)
+        found = chosen(case.problem, TPU_CHIPS[case.chip], mode)
+        config = found.config
         return {
             **dataclasses.asdict(config),
+            "source": found.source,
             "vmem_bytes": vmem_bytes(case.problem, config),
             "smem_bytes": smem_bytes(case.problem, config),
         }
