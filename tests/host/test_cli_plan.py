@@ -35,8 +35,21 @@ def test_as_json_and_nothing_else(capsys):
     assert [plan["num_tokens"] for plan in found["plans"]] == [64, 600]
     at_64, at_600 = found["plans"]
     assert (at_64["path"], at_64["config"]["mode"], at_64["bound_us"] > 0) == ("fused", "D", True)
-    assert at_600["path"] == "ragged"
-    assert "moe-benchoff" in at_600["refusals"][0]["reason"], "published crossovers move the threshold"
+    assert "nothing else can" in at_600["reason"]
+    code, out, _ = run(capsys, "Qwen3-30B-A3B", "--chip", "tpu7x", "--num-tokens", 300, "--json")
+    assert json.loads(out)["plans"][0]["refusals"][0]["path"] == "fused"
+
+
+def test_it_reads_what_the_server_reads(capsys, tmp_path, monkeypatch):
+    """The folder in which a server keeps what it measured, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "tpu-serve" / "tuning_tables"
+    folder.mkdir(parents=True)
+    (folder / "v6e").mkdir()
+    (folder / "v6e" / "fused_moe_v2.json").write_text("{")
+    code, _, err = run(capsys, "Qwen3-30B-A3B", "--chip", "v6e")
+    assert code == 2
+    assert f"The tuning table {folder}/v6e/fused_moe_v2.json is damaged" in err
 
 
 def test_a_model_folder(capsys):
@@ -74,6 +87,8 @@ def test_tiles_are_refused_before_anything_is_planned(capsys):
         (["--chip", "v6"], "--chip v6 is unknown; known are v5e, v5p, v6e, tpu7x, cpu. Did you mean v6e?"),
         (["--format", "fp9"], "--format fp9 is unknown; known are float32, bfloat16"),
         (["--ep", "0"], "'0' is not a positive integer"),
+        (["--num-tokens", "1" + "0" * 400], "--num-tokens must be less than 2147483648"),
+        (["--moe-tuning-dir", "~nosuchuser/x"], "--moe-tuning-dir: "),
         (["--num-tokens", "x"], "'x' is not a positive integer"),
         (["--dispatch-dtype", "int8"], "--dispatch-dtype needs --sequence-parallel"),
         (["--moe-tuning-dir", "/nowhere"], "--moe-tuning-dir /nowhere is not a folder"),

@@ -23,6 +23,7 @@ from tpu_serve.moe_plan import planner as planner_module
 from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of, problem_of_key, read_tiles
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Rows, find
+from tpu_serve.moe_plan.path import without_xla
 from tpu_serve.moe_plan.plan import plan_layer
 from tpu_serve.moe_plan.planner import Planner
 from tpu_serve.moe_plan.rows import rows_of, tables_of
@@ -67,6 +68,15 @@ def test_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def refusal_of(ask):
+    """The words of the error that it raises, None where it answers."""
+    try:
+        ask()
+    except ValueError as error:  # ConfigError is one
+        return str(error)
+    return None
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     chip=st.sampled_from(list(TPU_CHIPS.values())),
@@ -83,14 +93,24 @@ def test_every_plan_is_legal_or_refused_with_a_reason(
     if format == "float32":
         layer = dataclasses.replace(layer, dtype="float32")
     known = SHIPPED[chip.name]
+    problem = problem_of(layer, num_tokens, num_devices, Policy(sequence_parallel=sequence_parallel))
+    without = refusal_of(lambda: heuristic(problem, chip)) if without_xla(problem) is not None else None
+    if without is not None:  # neither the kernel nor XLA can
+        refused = refusal_of(
+            lambda: plan(num_tokens, known, layer, num_devices, chip, sequence_parallel=sequence_parallel)
+        )
+        assert without in refused
+        assert without_xla(problem) in refused
+        return
     made = plan(num_tokens, known, layer, num_devices, chip, sequence_parallel=sequence_parallel)
     if made.path == "fused":
         assert check(made.problem, made.config, chip) is None
         assert made.source in ("exact", "bucket", "near", "heuristic")
         assert made.vmem_bytes <= chip.vmem_bytes
         assert made.smem_bytes <= chip.smem_bytes
-        assert made.ici_bytes > 0
+        assert (made.ici_bytes > 0) == (num_devices > 1)
     else:
+        assert without_xla(problem) is None
         assert made.config is None
         assert dict(made.refusals)["fused"]
         if (reason := supports(made.problem, chip)) is not None:
@@ -203,6 +223,69 @@ def test_a_measured_threshold_decides_within_its_bucket():
     assert plan(100, known).path == "fused"
 
 
+def test_what_was_measured_decides_for_its_own_bucket_only():
+    """Tiles may be borrowed from further above; how they compare with XLA there says nothing about so few tokens."""
+    far = rows(row(32768, provenance=measured(us=800.0, us_xla=1400.0), least=0))
+    assert plan(300, far).path == "ragged"
+    assert plan(600, far).way == "fused G", "by the rule"
+    assert "measured" not in plan(600, far).reason.replace("not measured", "")
+    near = rows(row(256, provenance=measured(us=130.0, us_xla=129.0), least=257))
+    assert plan(8, near).path == "fused"
+    assert plan(200, near).path == plan(256, near).path == "ragged"
+
+
+def test_in_its_bucket_a_row_of_the_other_mode_counts():
+    gathered = config_at(512)
+    known = rows(row(256, gathered, measured(), least=0))
+    for tokens in (200, 255, 256):
+        assert plan(tokens, known).config.mode == "G", tokens
+    assert "100 us against 150 us of XLA" in plan(200, known).reason
+    assert plan(100, known).config.mode == "D"
+
+
+def test_what_was_measured_with_another_jax_does_not_decide():
+    old = measured(us=130.0, us_xla=60.0, jax="0.9.4")
+    assert plan(64, rows(row(64, provenance=old, least=65))).path == "fused"
+    assert plan(64, rows(row(64, provenance=old, least=65), jax="0.9.9")).path == "ragged"
+    at_1100 = problem_of(LAYER, 1100, 8, Policy())
+    assert find(at_1100, V6E, rows(row(4096, provenance=old))).source == "heuristic"
+
+    def taken(**changes):
+        threshold = Threshold(2048, 768, 128, 8, 8, "bfloat16", 4096, measured(**changes))
+        return plan(2048, rows(thresholds=(threshold,), host="here")).path
+
+    assert taken() == "ragged"
+    assert taken(host="here") == "ragged"
+    assert taken(host="there") == "fused"
+    assert taken(jax="0.9.4") == "fused"
+
+
+def test_what_xla_cannot_run_goes_to_the_kernel_at_every_token_count():
+    quantised = dataclasses.replace(LAYER, format="int8_channel")
+    made = plan(300, layer=quantised)
+    assert made.path == "fused"
+    assert (
+        "nothing else can (not ragged: XLA's layer computes with unquantised experts only, not int8_channel"
+        in made.reason
+    )
+    assert plan(300, unavailable={"ragged": "no", "dense": "no"}).path == "fused"
+    with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: XLA's layer has no biases"):
+        plan(64, layer=MoELayer.of_workload(WORKLOADS["GPT-OSS-120B"], "bfloat16"), backend="ragged")
+    with pytest.raises(ConfigError, match=r"fused: format fp8_channel has products .* ragged: XLA's layer computes"):
+        plan(64, layer=dataclasses.replace(LAYER, format="fp8_channel"))
+
+
+def test_a_reason_fits_the_mode_that_runs():
+    """Rows filled up to more than mode D takes are gathered, whatever the number of tokens before."""
+    for num_devices in (3, 6, 16, 128):
+        for workload in WORKLOADS.values():
+            layer = MoELayer.of_workload(workload, "bfloat16")
+            for tokens in (1, 64, 256):
+                made = plan(tokens, layer=layer, num_devices=num_devices, chip=TPU_CHIPS["tpu7x"])
+                if "the speed of reading the weights" in made.reason:
+                    assert made.config.mode == "D"
+
+
 @settings(max_examples=100, deadline=None)
 @given(least=st.integers(0, 1100), tokens=st.integers(513, 1024), more=st.integers(0, 500), raised=st.integers(0, 500))
 def test_a_threshold_is_monotone(least, tokens, more, raised):
@@ -269,6 +352,10 @@ def test_tiles_that_are_given_run_where_they_are_legal():
     tiles = Config("D", 384, 2)
     assert plan(64, tiles=tiles).config == tiles
     assert plan(64, tiles=tiles).source == "given"
+    assert plan(300, tiles=tiles).reason == "--moe-tiles asks for it", "although XLA would be taken"
+    assert plan(300, tiles=dataclasses.replace(tiles, ring_slots=1)).notes, (
+        "what is not legal is told where XLA runs too"
+    )
     elsewhere = plan(4096, tiles=tiles)
     assert elsewhere.source == "heuristic"
     assert elsewhere.notes == (
@@ -325,6 +412,9 @@ def test_strict_tables_make_a_missing_row_an_error():
     ):
         Planner(LAYER, 8, V6E, Policy(), known).prepare([64, 100, 512], is_strict=True)
     Planner(LAYER, 1, cpu_chip(), Policy(), known).prepare([64, 100], is_strict=True)  # no kernel, no tables
+    Planner(LAYER, 8, V6E, Policy(tiles=Config("D", 384, 2)), known).prepare(
+        [64, 100], is_strict=True
+    )  # nor with tiles
 
 
 def test_bytes_by_hand():
@@ -339,6 +429,13 @@ def test_bytes_by_hand():
     rings = [plan(16384, tiles=Config("G", 256, slots, 256, 256)) for slots in (2, 3)]
     assert rings[0].hbm_bytes - rings[1].hbm_bytes == pytest.approx(3 * 16 * 3 * 2048 * 768 * 2, rel=1e-3), (
         "an expert's 1024 rows come in four blocks, and a ring that does not hold the expert reads it for each"
+    )
+    once, rounds = (
+        plan(16384, sequence_parallel=True, tiles=Config("G", 768, 2, 256, 256, "push_ag", rounds=number))
+        for number in (1, 8)
+    )
+    assert rounds.hbm_bytes - once.hbm_bytes == pytest.approx(7 * 16 * 3 * 2048 * 768 * 2, rel=1e-3), (
+        "read in each round"
     )
 
 

@@ -1,5 +1,6 @@
 """`tpu-serve tune` on the command line: what may be asked for, what is written, and how it ends."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,9 @@ from tpu_serve.cli import tune
 from tpu_serve.device.chip import TPU_CHIPS
 from tpu_serve.tuner import compiling, measuring, rows
 from tpu_serve.tuner.jobs import Selection, jobs_of
+from tpu_serve.tuner.journal import Journal, versions
 from tpu_serve.tuner.trial import BYTES, REFUSED, Trial
+from tpu_serve.tuning_tables.table import Provenance
 
 CHOICE = ["--chip", "v6e", "--workload", "Qwen3-30B-A3B", "--format", "bfloat16", "--num-devices", "8"]
 
@@ -116,6 +119,36 @@ def test_a_layer_of_a_model_folder(monkeypatch, tmp_path):
     assert {task.problem.sequence_parallel for task in compiler.tasks} == {True}
     assert run(*words, "--workload", "GPT-OSS-120B", "--output-dir", tmp_path / "b") == 0
     assert len(table(tmp_path / "b")) == 2
+
+
+def test_a_report_and_a_journal_in_the_folder_that_is_made(monkeypatch, tmp_path):
+    Compiler(monkeypatch)
+    folder = tmp_path / "new"
+    assert compile_only(folder, "--report", folder / "page.html", "--journal", folder / "tries.jsonl") == 0
+    assert {one.name for one in folder.iterdir()} == {"v6e", "page.html", "tries.jsonl"}
+
+
+def test_a_row_that_stays_because_it_is_more_trusted_is_told(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    assert compile_only(tmp_path, tokens=(16,)) == 0
+    (row,) = table(tmp_path)
+    known = Provenance("measured", "2026-11-30", versions()["jax"], us=5.0)
+    rows.merge_into(tmp_path, TPU_CHIPS["v6e"], [dataclasses.replace(row, provenance=known)], versions()["jax"])
+    capsys.readouterr()
+    assert compile_only(tmp_path, tokens=(16,)) == 0
+    said = capsys.readouterr().err
+    assert "T16  not written: " in said
+    assert "has a row that is more trusted" in said
+    assert table(tmp_path)[0].provenance == known
+
+
+def test_a_journal_has_one_writer(monkeypatch, tmp_path, capsys):
+    Compiler(monkeypatch)
+    with Journal(tmp_path / "tune.jsonl", resume=False):
+        assert compile_only(tmp_path) == 2
+    assert "is being written by another process; name another one" in capsys.readouterr().err
+    assert compile_only(tmp_path, "--journal", "/dev/null") == 2
+    assert "--journal /dev/null cannot be written: it is no file" in capsys.readouterr().err
 
 
 def test_only_what_is_missing(monkeypatch, tmp_path, capsys):
@@ -309,6 +342,8 @@ def test_what_verifying_does_not_take(tmp_path, capsys, words, said):
 
 
 def test_verifying_needs_rows_and_a_compiler(tmp_path, capsys):
+    assert verify(tmp_path) == 2, "an empty folder is more likely a wrong one than one that is in order"
+    assert "holds no tables" in capsys.readouterr().err
     assert run("--verify", "--output-dir", tmp_path) == 2
     assert "--verify needs --compile-only" in capsys.readouterr().err
     assert run("--compile-only", "--sample", 2, "--output-dir", tmp_path) == 2

@@ -11,9 +11,10 @@ from tpu_serve.kernels.fused_moe_v2 import reference
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.problem import Activation, PostNorm, Problem
 from tpu_serve.kernels.fused_moe_v2.quantise import dequantise
+from tpu_serve.moe_plan.path import without_xla
 from tpu_serve.tuner import inputs, measuring
 from tpu_serve.tuner.inputs import ROUTINGS, Routing
-from tpu_serve.tuner.measuring import CHECKED_TOKENS, Measurer, without_xla
+from tpu_serve.tuner.measuring import CHECKED_TOKENS, Measurer
 from tpu_serve.tuner.trial import Task
 
 P = Problem(62, 20, 3, 128, 200, 4)
@@ -111,6 +112,16 @@ def test_any_wrong_token_is_wrong_where_another_config_has_passed():
         wrong = checked.right.copy()
         wrong[place] = value
         assert "of another config's" in checked.reason(wrong)
+
+
+def test_a_first_config_that_is_refused_spoils_no_later_one():
+    """What others are compared with has passed itself."""
+    checked = Checked()
+    place = next(token for token in range(62) if token not in inputs.sampled(62, CHECKED_TOKENS))
+    wrong = checked.right.copy()
+    wrong[place] = np.nan
+    assert "the result is wrong" in checked.reason(wrong)
+    assert checked.reason(checked.right, 256) is None
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):

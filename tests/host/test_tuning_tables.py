@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +117,57 @@ def test_what_makes_no_sense_is_refused_with_its_place(change, words):
 def test_a_file_that_was_cut_off(length):
     with pytest.raises(Malformed, match="not JSON: line"):
         read(text()[:length])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"us": 100.0', '"us": NaN', "NaN is no number"),
+        ('"us": 100.0', '"us": -Infinity', "-Infinity is no number"),
+        ('"us": 100.0', '"us": -5', "entry 2: provenance: times must be positive"),
+        ('"us": 100.0', '"us": 1' + "0" * 400, "us must be float or null"),
+        ('"us": 100.0', '"us": 1' + "0" * 5000, "Exceeds the limit"),
+        ('"hidden": 2048', '"hidden": 2048, "hidden": 4096', "an object has the field 'hidden' twice"),
+        ('"schema": 1', '"schema": 1, "entries": []', "an object has the field 'entries' twice"),
+        ('{\n "schema"', "[" * 200_000 + '{ "schema"', "recursion"),
+    ],
+)
+def test_numbers_that_are_none_and_fields_that_come_twice(old, new, words):
+    assert old in text()
+    with pytest.raises(Malformed, match=words):
+        read(text().replace(old, new, 1))
+
+
+def test_writers_of_the_same_table_do_not_lose_each_others_rows(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from test_tuning_tables import KEY, COMPILED; import dataclasses;"
+        "from tpu_serve.tuning_tables.table import Entry; from tpu_serve.kernels.fused_moe_v2.config import Config;"
+        "from tpu_serve.moe_plan.merge import merge_into; from tpu_serve.device.chip import TPU_CHIPS\n"
+        "for hidden in range(128, 128 * 21, 128):\n"
+        "  key = dataclasses.replace(KEY, hidden=hidden, top_k=int(sys.argv[2]))\n"
+        "  merge_into(Path(sys.argv[1]), TPU_CHIPS['v6e'], [Entry(key, Config('D', 768, 3), COMPILED)], '0.10.2')"
+    )
+    here = str(Path(__file__).parent)
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(number)], env={**os.environ, "PYTHONPATH": here}
+        )
+        for number in (1, 2, 3)
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    found = read_table(tmp_path / "v6e" / f"{KERNEL}.json", Key, config_from_json)
+    assert len(found.entries) == 60
+
+
+def test_a_link_stays_one_and_the_folder_of_a_chip_is_told_from_that_of_all(tmp_path):
+    real, path = tmp_path / "real.json", tmp_path / "all" / "v6e" / f"{KERNEL}.json"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(real)
+    write_table(path, TABLE, config_to_json)
+    assert path.is_symlink()
+    assert real.is_file()
+    with pytest.raises(ConfigError, match="is the folder of one chip; name the one that it lies in"):
+        read_tables("v6e", KERNEL, [path.parent], Key, config_from_json)
 
 
 def test_files_are_found_by_chip_and_kernel_and_checked_against_their_place(tmp_path):

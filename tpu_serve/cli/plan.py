@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(f"{question.title}\n{table(plans)}")
     missing = _missing(question.planner, plans)
+    if arguments.moe_strict_tables and missing:
+        print(f"tpu-serve: no row of its own for {', '.join(map(str, missing))} tokens", file=sys.stderr)
     return int(arguments.moe_strict_tables and bool(missing))
 
 
@@ -133,6 +136,8 @@ class _Question:
 def _tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
     from tpu_serve.moe_plan.key import BUCKETS
 
+    if max(arguments.num_tokens or [0]) >= 2**31:
+        raise ConfigError(f"--num-tokens must be less than {2**31}.")
     return tuple(sorted(set(arguments.num_tokens))) if arguments.num_tokens else BUCKETS
 
 
@@ -156,7 +161,7 @@ def _questions(arguments: argparse.Namespace) -> Iterator[_Question]:
     models = list(WORKLOADS) if everything and arguments.model is None else [arguments.model]
     policy = _policy(arguments)
     for chip in names:
-        rows = rows_of(chip, [Path(folder).expanduser() for folder in arguments.moe_tuning_dir])
+        rows = rows_of(chip, MoEOptions(moe_tuning_dir=tuple(arguments.moe_tuning_dir)).tuning_folders)
         for model in models:
             for name, layer in _layers(model, arguments, chips[chip], everything):
                 for count in counts:

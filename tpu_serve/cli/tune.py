@@ -119,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--sample is for --verify.")
     if arguments.verify:
         return run_verify(arguments, lambda stop: _compilers(arguments, stop, "bytes"))
-    _writable("--report", arguments.report)
-    _writable("--journal", arguments.journal)
+    _writable("--report", arguments.report, arguments.output_dir)
+    _writable("--journal", arguments.journal, arguments.output_dir)
 
     from tpu_serve.tuner import rows
     from tpu_serve.tuner.jobs import Selection, jobs_of
@@ -187,7 +187,12 @@ def _tune(
             for result in made:
                 results.append(result)
                 if result.row is not None:
-                    written.add(rows.merge_into(arguments.output_dir, result.job.chip, [result.row], settings.jax))
+                    path = rows.merge_into(arguments.output_dir, result.job.chip, [result.row], settings.jax)
+                    if result.row in rows.read(arguments.output_dir, result.job.chip).entries:
+                        written.add(path)
+                    else:
+                        said = f"{result.job.label}  not written: {path} has a row that is more trusted"
+                        tqdm.write(said, file=sys.stderr)
                 tqdm.write(_line(result), file=sys.stderr)
                 progress.update()
         except KeyboardInterrupt:
@@ -269,8 +274,9 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return Settings(arguments.candidates, date, now["jax"] or "", now["libtpu"] or "")
 
 
-def _writable(flag: str, file: Path | None) -> None:
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+def _writable(flag: str, file: Path | None, made: Path) -> None:
+    """`made` is a folder that will be there."""
+    if file is not None and (file.is_dir() or not (file.parent.is_dir() or file.parent.resolve() == made.resolve())):
         raise ConfigError(f"{flag} {file} cannot be written: it is a folder, or its folder does not exist.")
 
 

@@ -27,10 +27,12 @@ def run_verify(arguments: argparse.Namespace, compilers: Callable[[threading.Eve
     from tqdm import tqdm
 
     from tpu_serve.device.chip import TPU_CHIPS
+    from tpu_serve.moe_plan.key import KERNEL
     from tpu_serve.tuner import rows
     from tpu_serve.tuner.jobs import known
     from tpu_serve.tuner.trial import WORKED
     from tpu_serve.tuner.verify import label, spread, verify
+    from tpu_serve.tuning_tables.files import table_path
 
     if not arguments.compile_only:
         raise ConfigError("--verify needs --compile-only: rows are compiled again, not measured.")
@@ -58,6 +60,8 @@ def run_verify(arguments: argparse.Namespace, compilers: Callable[[threading.Eve
         raise ConfigError(f"--output-dir {arguments.output_dir} is not a folder.")
     chips = [TPU_CHIPS[name] for name in arguments.chip or TPU_CHIPS]
     held = [(chip, row) for chip in chips for row in rows.read(arguments.output_dir, chip).entries]
+    if not any(table_path(arguments.output_dir, name, KERNEL).is_file() for name in TPU_CHIPS):
+        raise ConfigError(f"--output-dir {arguments.output_dir} holds no tables (as v6e/{KERNEL}.json).")
     chosen, stop = spread(held, arguments.sample), threading.Event()
     num_bad, made = 0, verify(chosen, compilers(stop), arguments.jobs, stop)
     with tqdm(total=len(chosen), unit="row", disable=None) as progress, closing(made):

@@ -110,7 +110,10 @@ class MoEOptions:
     @property
     def tuning_folders(self) -> list[Path]:
         """Folders of tables that go before those of the package, the first one first."""
-        named = [Path(folder).expanduser() for folder in self.moe_tuning_dir]
+        try:
+            named = [Path(folder).expanduser() for folder in self.moe_tuning_dir]
+        except RuntimeError as error:  # ~nobody
+            raise ConfigError(f"--moe-tuning-dir: {error}") from None
         try:
             kept = [self.measured_folder]
         except ConfigError:  # nothing was kept there

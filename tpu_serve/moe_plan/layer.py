@@ -37,7 +37,7 @@ class MoELayer:
         """The layer of a public model."""
         return cls(
             workload.num_experts, workload.top_k, workload.hidden, workload.intermediate, format,
-            activation=workload.activation, gate_up_bias=workload.biases, down_bias=workload.biases,
+            "float32" if format == "float32" else "bfloat16", activation=workload.activation, gate_up_bias=workload.biases, down_bias=workload.biases,
         )  # fmt: skip
 
 

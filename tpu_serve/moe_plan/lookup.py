@@ -14,7 +14,7 @@ from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import check
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.moe_plan.key import BUCKETS, Key, key_of
-from tpu_serve.tuning_tables.table import Entry, Table, Threshold
+from tpu_serve.tuning_tables.table import PORTED, Entry, Table, Threshold
 
 Source = Literal["exact", "bucket", "near", "heuristic", "given"]
 """How a config was found: the problem's own row; the row of the next bucket above; the row of a layer of the same sizes with the most similar
@@ -54,7 +54,13 @@ class Rows:
         """
         self._exact: dict[Key, Row] = {}
         self._alike: dict[_Shape, list[Row]] = {}
-        self.thresholds: list[Threshold] = [one for table in tables for one in table.thresholds]
+        self._jax = jax
+        self.thresholds: list[Threshold] = [
+            one
+            for table in tables
+            for one in table.thresholds
+            if one.provenance.kind == PORTED or (one.provenance.host in ("", host) and one.provenance.rank(jax) == 0)
+        ]
         for table in tables:
             for row in table.entries:
                 if row.provenance.host not in ("", host):
@@ -70,6 +76,10 @@ class Rows:
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._exact.values())
+
+    def is_measured(self, row: Row) -> bool:
+        """With this minor version of JAX."""
+        return row.provenance.rank(self._jax) == 0
 
     def exact(self, key: Key) -> Row | None:
         return self._exact.get(key)
@@ -113,8 +123,10 @@ def find(problem: Problem, chip: Chip, rows: Rows) -> Found:
     rule = heuristic(problem, chip)
     if key is not None:
         for source, row in _others(key, rows):
-            # A row of the other mode lies beyond the token count at which modes change, and says nothing about this one.
-            if row is own or row.value.mode != rule.mode:
+            # A row of the other mode lies beyond the token count at which modes change, and says nothing about this one. Not so in its own
+            # bucket, where it was found to be the better one.
+            is_its_bucket = source == "bucket" and row.key.num_tokens == key.num_tokens
+            if row is own or (row.value.mode != rule.mode and not is_its_bucket):
                 continue
             if (config := usable(row)) is not None:
                 return Found(config, source, row, tuple(passed_over))
@@ -129,11 +141,11 @@ which knows the real number, is the better guess."""
 def _others(key: Key, rows: Rows) -> Iterator[tuple[Source, Row]]:
     """Rows of other token counts or layers that may answer, best first."""
     for row in rows.above(key):
-        if row.provenance.kind == "measured" or row.key.num_tokens == key.num_tokens:
+        if rows.is_measured(row) or row.key.num_tokens == key.num_tokens:
             yield "bucket", row
     for row in rows.alike(key)[:1]:
         stretch = abs(math.log2(row.key.rows_per_expert / key.rows_per_expert))
-        if row.provenance.kind == "measured" or stretch <= math.log2(MOST_STRETCH):
+        if rows.is_measured(row) or stretch <= math.log2(MOST_STRETCH):
             yield "near", row
 
 

@@ -11,7 +11,7 @@ from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.moe_plan.key import KERNEL, Key, config_from_json, config_to_json
 from tpu_serve.moe_plan.lookup import Row
-from tpu_serve.tuning_tables.files import read_table, table_path, write_table
+from tpu_serve.tuning_tables.files import locked, read_table, table_path, write_table
 from tpu_serve.tuning_tables.table import Table
 
 
@@ -66,8 +66,10 @@ def merge_into(folder: Path, chip: Chip, new: Iterable[Row], jax: str) -> Path:
     Raises:
       ConfigError: the table cannot be read or written.
     """
-    table, path = read(folder, chip), table_path(folder, chip.name, KERNEL)
-    entries = merged(table.entries, new, jax)
-    if entries != table.entries:
-        write_table(path, dataclasses.replace(table, entries=entries), config_to_json)
+    path = table_path(folder, chip.name, KERNEL)
+    with locked(path):  # another process may be doing the same
+        table = read(folder, chip)
+        entries = merged(table.entries, new, jax)
+        if entries != table.entries:
+            write_table(path, dataclasses.replace(table, entries=entries), config_to_json)
     return path

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.heuristic import mode_d_tokens
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
+from tpu_serve.moe_plan.key import bucket_of
 from tpu_serve.moe_plan.lookup import Found, Rows
 from tpu_serve.tuning_tables.table import Threshold
 
@@ -33,14 +34,15 @@ def is_fused_worth_it(problem: Problem, chip: Chip, found: Found, rows: Rows) ->
     if problem.num_devices == 1:
         return Verdict(False, "on one device nothing travels between experts")
     row = found.row
-    if row is not None and row.min_tokens_fused is not None and found.source in ("exact", "bucket"):
+    is_its_bucket = row is not None and found.source in ("exact", "bucket") and bucket_of(tokens) == row.key.num_tokens
+    if row is not None and row.min_tokens_fused is not None and is_its_bucket and rows.is_measured(row):
         measured, least = row.provenance, row.min_tokens_fused
         times = f"{measured.us:.0f} us against {measured.us_xla:.0f} us of XLA, measured at {row.key.num_tokens} tokens"
         if tokens < least:
             return Verdict(False, f"it pays from {least} tokens ({times})")
         return Verdict(True, times)
     few = mode_d_tokens(problem, chip)
-    if tokens <= few:
+    if tokens <= few and found.config.mode == "D":  # rows too long for it, or filled up to too many, are gathered
         return Verdict(True, f"up to {few} tokens it runs at the speed of reading the weights (calculated)")
     many, origin = least_gathered(problem, rows)
     if tokens >= many:
@@ -63,6 +65,16 @@ def _is_about(threshold: Threshold, problem: Problem) -> bool:
     names = ("hidden", "intermediate", "num_experts", "top_k", "num_devices")
     same = all(getattr(threshold, name) == getattr(problem, name) for name in names)
     return same and threshold.weights == problem.weights.weight
+
+
+def without_xla(problem: Problem) -> str | None:
+    """Why none of the others but the kernel can run a problem, or None."""
+    p = problem
+    if p.weights.scaled:
+        return f"XLA's layer computes with unquantised experts only, not {p.format}"
+    if p.gate_up_bias or p.down_bias or p.post_norm is not None or p.scale_on_input or p.activation.name != "silu":
+        return "XLA's layer has no biases, no norm, no scaled input and no activation but silu"
+    return None
 
 
 def portable(num_tokens: int, num_experts: int, top_k: int) -> str:

@@ -9,12 +9,13 @@ from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import Chip, slice_grid
 from tpu_serve.kernels.fused_moe_v2.bound import Bound, bound
 from tpu_serve.kernels.fused_moe_v2.config import Config
+from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.legality import check, smem_bytes, vmem_bytes
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.moe_plan.key import config_to_json
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Found, Rows, find
-from tpu_serve.moe_plan.path import is_fused_worth_it, portable
+from tpu_serve.moe_plan.path import PATHS, is_fused_worth_it, portable, without_xla
 from tpu_serve.moe_plan.traffic import Traffic, fused_traffic, xla_traffic
 from tpu_serve.tuning_tables.table import Provenance
 from tpu_serve.tuning_tables.typed import to_json
@@ -116,19 +117,24 @@ def plan_layer(
     policy, rows = policy or Policy(), Rows() if rows is None else rows
     problem = problem_of(layer, num_tokens, num_devices, policy)
     refusals: list[tuple[str, str]] = []
+    unavailable = dict(policy.unavailable)
+    if problem.format in FORMATS and (why := without_xla(problem)) is not None:
+        unavailable = {path: why for path in PATHS if path != "fused"} | unavailable
     found, reason = _kernel(problem, chip, policy, rows)
     if policy.backend == "fused":
         if found is None:
             raise ConfigError(f"--moe-backend fused cannot run this model: for {num_tokens} tokens {reason}")
         return _fused_plan(problem, chip, found, "--moe-backend fused asks for it")
     if policy.backend != "auto":
-        if (why := policy.unavailable.get(policy.backend)) is not None:
+        if (why := unavailable.get(policy.backend)) is not None:
             raise ConfigError(f"--moe-backend {policy.backend} cannot run this model: {why}")
         return _xla_plan(problem, chip, policy.backend, f"--moe-backend {policy.backend} asks for it", found, refusals)
     if found is None:
         refusals.append(("fused", reason))
     elif not chip.is_tpu:
         refusals.append(("fused", "on a CPU the kernel is only simulated"))
+    elif found.source == "given":
+        return _fused_plan(problem, chip, found, "--moe-tiles asks for it")
     else:
         verdict = is_fused_worth_it(problem, chip, found, rows)
         if verdict.is_worth_it:
@@ -136,11 +142,14 @@ def plan_layer(
         refusals.append(("fused", verdict.reason))
     wanted = portable(num_tokens, layer.num_experts, layer.top_k)
     for path in dict.fromkeys((wanted, "ragged", "dense")):
-        if (why := policy.unavailable.get(path)) is None:
+        if (why := unavailable.get(path)) is None:
             return _xla_plan(
                 problem, chip, path, "; ".join(f"not {name}: {why}" for name, why in refusals), found, refusals
             )
         refusals.append((path, why))
+    if found is not None and chip.is_tpu:  # slow is better than not at all
+        others = "; ".join(f"not {path}: {why}" for path, why in refusals if path != "fused")
+        return _fused_plan(problem, chip, found, f"nothing else can ({others})")
     reasons = "; ".join(f"{path}: {why}" for path, why in refusals)
     raise ConfigError(f"--moe-backend auto cannot run this model: {reasons}")
 
@@ -183,7 +192,7 @@ def _xla_plan(
 ) -> MoEPlan:
     return _made(
         problem, chip, path, reason, xla_traffic(problem, path), refusals=tuple(refusals), can_run_kernel=found is not None,
-        has_exact_row=found is not None and found.source == "exact",
+        has_exact_row=found is not None and found.source == "exact", notes=() if found is None else found.passed_over,
     )  # fmt: skip
 
 

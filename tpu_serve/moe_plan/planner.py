@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.legality import supports
-from tpu_serve.moe_plan.key import KERNEL
+from tpu_serve.moe_plan.key import BUCKETS, KERNEL
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Rows
 from tpu_serve.moe_plan.plan import MoEPlan, plan_layer
@@ -82,15 +82,17 @@ class Planner:
             len(applicable) - len(missing), len(applicable), self.chip.name, KERNEL, f"; missing: {listed}" if missing else "",
         )  # fmt: skip
         if missing and is_strict:
+            never = [num_tokens for num_tokens in missing if num_tokens not in BUCKETS]
+            why = f" Rows can be for {', '.join(map(str, BUCKETS))} tokens only." if never else ""
             raise ConfigError(
                 f"--moe-strict-tables: no row of tuning_tables/{self.chip.name}/{KERNEL}.json is for {listed} tokens of this layer on "
                 f"{self.num_devices} devices. `tpu-serve tune {KERNEL}` makes rows, --moe-tuning-dir names their folder, and --token-buckets "
-                f"other token counts."
+                f"other token counts.{why}"
             )
 
     def is_applicable(self, plan: MoEPlan) -> bool:
         """Whether tables have a say: the kernel can run there, and may be taken."""
-        return self.chip.is_tpu and plan.can_run_kernel and self.may_run_kernel
+        return self.chip.is_tpu and plan.can_run_kernel and self.may_run_kernel and plan.source != "given"
 
     @property
     def plans(self) -> tuple[MoEPlan, ...]:

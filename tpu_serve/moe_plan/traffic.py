@@ -42,9 +42,8 @@ def fused_traffic(problem: Problem, config: Config) -> Traffic:
         sent = others * share * (home + (token if p.sequence_parallel else 0.0))
         return Traffic(round(weights), round(sent + gathered))
     rows = p.num_tokens * p.top_k / p.num_devices
-    visits = (
-        1 if config.keeps_experts(p) else ceil_div(ceil_div(p.num_tokens * p.top_k, p.num_experts), config.block_rows)
-    )
+    of_round = ceil_div(p.num_tokens * p.top_k, p.num_experts * config.rounds)
+    visits = config.rounds * (1 if config.keeps_experts(p) else ceil_div(of_round, config.block_rows))
     moved = rows * (token + 2 * home) + p.num_tokens * token
     hit = hit_probability(p.num_experts, p.top_k, max(1, p.num_experts // p.num_devices))
     dispatched = others * share * token * (hit if config.dispatch == "dedup_push" else 1.0)

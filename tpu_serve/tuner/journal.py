@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -43,10 +44,17 @@ class Journal:
         self._kept: dict[str, Trial] = {}
         self._end = 0
         self._lock = threading.Lock()
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--journal {path} cannot be written: it is no file.")
         try:
             self._file: BinaryIO = path.open("r+b" if path.is_file() else "wb")
         except OSError as error:
             raise ConfigError(f"--journal {path} cannot be written: {error.strerror}.") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(f"--journal {path} is being written by another process; name another one.") from None
         if resume and self._file.readable():
             try:
                 self._read(path)

@@ -30,6 +30,7 @@ from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.moe.routing import Routing as Routed
 from tpu_serve.layers.moe.timing import Timing, chained, time_calls
+from tpu_serve.moe_plan.path import without_xla
 from tpu_serve.tuner import inputs
 from tpu_serve.tuner.inputs import ROUTINGS, Routing
 from tpu_serve.tuner.process import Worker, WorkerFailed
@@ -168,24 +169,15 @@ class Measurer:
             return f"the result is wrong: {_shown(off)} of the reference, accepted are {_shown(limits)}", off
         loose = tolerance(p, is_strict=False)
         between = Errors(2 * loose.max_error, 2 * loose.relative_l2, 1 - 4 * (1 - loose.cosine))
-        others = errors(result, self._checked.setdefault(step, result))
+        others = errors(result, self._checked.get(step, result))
         if not others.within(between):
             return f"the result is wrong: {_shown(others)} of another config's, accepted are {_shown(between)}", off
+        self._checked.setdefault(step, result)  # not before: one with NaN would be what all others are compared with
         return None, off
 
 
 def _shown(found: Errors) -> str:
     return f"maximum {found.max_error:.2g}, L2 {found.relative_l2:.2g}, cosine {found.cosine:.6f}"
-
-
-def without_xla(problem: Problem) -> str | None:
-    """Why XLA's program cannot run a problem, or None."""
-    p = problem
-    if p.weights.scaled:
-        return f"XLA's layer computes with unquantised experts only, not {p.format}"
-    if p.gate_up_bias or p.down_bias or p.post_norm is not None or p.scale_on_input or p.activation.name != "silu":
-        return "XLA's layer has no biases, no norm, no scaled input and no activation but silu"
-    return None
 
 
 def xla_layer(problem: Problem, mesh: Mesh, chip: Chip) -> Callable[..., Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,8 +65,29 @@ def read_tables(
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--moe-tuning-dir {folder} is not a folder.")
+        if (folder / f"{kernel}.json").is_file():
+            raise ConfigError(f"--moe-tuning-dir {folder} is the folder of one chip; name the one that it lies in.")
     paths = [table_path(folder, chip, kernel) for folder in (*folders, SHIPPED)]
     return [read_table(path, key, value) for path in paths if path.is_file()]
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes that ask the same from changing a table meanwhile.
+
+    Raises:
+      ConfigError: its folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.parent, os.O_RDONLY)  # no file of its own that would stay
+    except OSError as error:
+        raise ConfigError(f"The tuning table {path} cannot be written: {error.strerror}.") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_table(path: Path, table: Table[K, V], value: Callable[[V], dict[str, Any]]) -> None:
@@ -75,10 +98,13 @@ def write_table(path: Path, table: Table[K, V], value: Callable[[V], dict[str, A
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()  # a link stays one
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(dumps(table, value))
+                file.flush()
+                os.fsync(file.fileno())
             os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:

@@ -57,6 +57,8 @@ class Provenance:
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, PORTED):
             raise ValueError(f"kind must be one of {', '.join((*KINDS, PORTED))}, not {self.kind!r}")
+        if any(time is not None and time <= 0 for time in (self.us, self.us_xla)):
+            raise ValueError("times must be positive")
         has_times = self.us is not None or self.us_xla is not None
         if has_times and self.kind not in ("measured", PORTED):
             raise ValueError(f"a {self.kind} row cannot hold times, which are for measured ones")
@@ -156,9 +158,11 @@ def parse(text: str, key: type[K], value: Callable[[Any, str], V]) -> Table[K, V
       Malformed: not JSON, of a newer schema, a field that is unknown, missing or of another type, or the same key twice.
     """
     try:
-        read = json.loads(text)
+        read = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise Malformed(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+        raise Malformed(str(error)) from None
     if not isinstance(read, dict):
         raise Malformed(f"the file must hold an object, not a {type(read).__name__}")
     schema = read.get("schema")
@@ -189,6 +193,18 @@ def parse(text: str, key: type[K], value: Callable[[Any, str], V]) -> Table[K, V
             raise Malformed(f"entry {place} has the key of entry {seen[entry.key]}")
         seen[entry.key] = place
     return Table(read["kernel"], read["device"], read["vmem_bytes"], entries, thresholds)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Malformed(f"an object has the field {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise Malformed(f"{name} is no number")
 
 
 def _entry(row: Any, where: str, key: type[K], value: Callable[[Any, str], V]) -> Entry[K, V]:

@@ -75,7 +75,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
             return from_json(option, value, where)
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if option is float and is_number and abs(value) < 1e300:  # neither NaN nor endless nor too large
             return float(value)
         if isinstance(option, type) and type(value) is option:  # bool is an int to isinstance
             return value
