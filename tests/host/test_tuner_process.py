@@ -1,9 +1,11 @@
 """The process that tries configs: it may hang, die or print, and the next request is answered all the same."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +156,28 @@ def test_a_task_crosses_to_the_process_unchanged(config):
     for problem in (gpt, normed):
         task = Task("some", TPU_CHIPS["tpu7x"], problem, config)
         assert Task.of_json(task.as_json()) == task
+
+
+def test_a_process_that_hangs_ends_with_the_one_that_asked():
+    """Also when that one has no time to end it, as after `kill -9` or a lost connection."""
+    code = (
+        f"from tpu_serve.tuner.process import Worker; worker = Worker('{NAME}:handler', {{}}, {{}})\n"
+        "print(worker.ask({'do': 'greet'}, 60)['pid'], flush=True)\n"
+        "worker.ask({'do': 'hang'}, 600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    asking = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    pid = int(asking.stdout.readline())
+    asking.kill()
+    asking.wait()
+    asking.stdout.close()
+    for _ in range(300):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] == "Z":
+            return  # ended; who inherited it has not looked yet
+        time.sleep(0.1)
+    os.kill(pid, 9)
+    pytest.fail("it lives on")
