@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tpu_serve.bench import kernel_journal, kernel_rows
+from tpu_serve.bench import journal_file, kernel_rows
 from tpu_serve.cli.main import main
 
 FOUND = {
@@ -162,11 +162,11 @@ def test_a_wrong_line_is_named(monkeypatch, tmp_path, capsys):
 def test_files_of_other_versions_are_not_continued(monkeypatch, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     Compiler(monkeypatch)
-    now = kernel_journal.versions()
-    monkeypatch.setattr(kernel_journal, "versions", lambda: now | {"libtpu": "0.0.1"})
+    now = journal_file.versions()
+    monkeypatch.setattr(journal_file, "versions", lambda: now | {"libtpu": "0.0.1"})
     run(file)
     before = file.read_text()
-    monkeypatch.setattr(kernel_journal, "versions", lambda: now)
+    monkeypatch.setattr(journal_file, "versions", lambda: now)
     assert run(file, "--resume") == 2
     assert f"was written with libtpu 0.0.1 (here {now['libtpu']}); name another" in capsys.readouterr().err
     assert file.read_text() == before

@@ -7,12 +7,13 @@ import pytest
 from cases import FIXTURES
 from tuner_fakes import Fake
 
+from tpu_serve.bench.journal_file import versions
 from tpu_serve.cli import main as cli
 from tpu_serve.cli import tune
 from tpu_serve.device.chip import TPU_CHIPS
 from tpu_serve.tuner import compiling, measuring, rows
 from tpu_serve.tuner.jobs import Selection, jobs_of
-from tpu_serve.tuner.journal import Journal, versions
+from tpu_serve.tuner.journal import Journal
 from tpu_serve.tuner.trial import BYTES, REFUSED, Trial
 from tpu_serve.tuning_tables.table import Provenance
 

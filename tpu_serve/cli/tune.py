@@ -266,7 +266,7 @@ def _measurers(
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    from tpu_serve.tuner.journal import versions
+    from tpu_serve.bench.journal_file import versions
     from tpu_serve.tuner.run import Settings
 
     now = versions()
