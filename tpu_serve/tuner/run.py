@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from tpu_serve.config import ConfigError
@@ -12,6 +11,7 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.legality import supports
 from tpu_serve.tuner.jobs import Job
 from tpu_serve.tuner.journal import Journal, what_of
+from tpu_serve.tuner.parallel import in_parallel
 from tpu_serve.tuner.rows import Row, compiled_row, measured_row
 from tpu_serve.tuner.search import MARGIN, Search
 from tpu_serve.tuner.trial import BYTES, FAILED, MEASURED, SCHEDULE, WORKED, Executor, Stopped, Task, Trial
@@ -152,23 +152,4 @@ def tune_all(
     Args:
       executor: makes one, which raises `Stopped` when `stop` is set.
     """
-    executors: list[Executor] = []
-    local = threading.local()
-
-    def tune(job: Job) -> Result:
-        if not hasattr(local, "tuner"):
-            made = executor()
-            executors.append(made)
-            local.tuner = Tuner(made, settings, journal)
-        result: Result = local.tuner.tune(job)
-        return result
-
-    with ThreadPoolExecutor(num_jobs) as pool:
-        try:
-            for future in as_completed([pool.submit(tune, job) for job in jobs]):
-                yield future.result()
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for one in executors:
-                one.close()
+    yield from in_parallel(jobs, executor, lambda made, job: Tuner(made, settings, journal).tune(job), num_jobs, stop)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.legality import check
 from tpu_serve.moe_plan.key import problem_of_key
 from tpu_serve.moe_plan.lookup import Row
+from tpu_serve.tuner.parallel import in_parallel
 from tpu_serve.tuner.trial import REFUSED, Executor, Task, Trial
 
 Subject = tuple[Chip, Row]
@@ -32,25 +32,12 @@ def verify(
     subjects: Sequence[Subject], executor: Callable[[], Executor], num_jobs: int, stop: threading.Event
 ) -> Generator[tuple[Subject, Trial]]:
     """What came of each row as it is ready, `num_jobs` at a time."""
-    executors: list[Executor] = []
-    local = threading.local()
 
-    def one(subject: Subject) -> tuple[Subject, Trial]:
+    def one(made: Executor, subject: Subject) -> tuple[Subject, Trial]:
         chip, row = subject
         problem = problem_of_key(row.key)
         if (reason := check(problem, row.value, chip)) is not None:
             return subject, Trial(REFUSED, reason)
-        if not hasattr(local, "executor"):
-            local.executor = executor()
-            executors.append(local.executor)
-        return subject, local.executor.run(Task("", chip, problem, row.value))
+        return subject, made.run(Task("", chip, problem, row.value))
 
-    with ThreadPoolExecutor(num_jobs) as pool:
-        try:
-            for future in as_completed([pool.submit(one, subject) for subject in subjects]):
-                yield future.result()
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            for made in executors:
-                made.close()
+    yield from in_parallel(subjects, executor, one, num_jobs, stop)
