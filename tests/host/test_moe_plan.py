@@ -485,3 +485,26 @@ def test_a_plan_is_worked_out_once(monkeypatch):
     for index in range(10_000):
         assert planner.plan(BUCKETS[index % len(BUCKETS)]).num_tokens == BUCKETS[index % len(BUCKETS)]
     assert made == list(BUCKETS)
+
+
+def test_weights_suit_the_kernel_wherever_a_plan_takes_it():
+    """What pads them asks before there is a plan for any bucket."""
+    layers = [
+        LAYER,
+        dataclasses.replace(LAYER, format="int8_channel"),
+        MoELayer.of_workload(WORKLOADS["GPT-OSS-120B"], "bfloat16"),
+    ]
+    policies = [
+        Policy(),
+        Policy(tiles=Config("D", 384, 2)),
+        Policy(backend="fused"),
+        Policy(unavailable={"fused": "no"}),
+        Policy(backend="ragged"),
+    ]
+    for layer, policy, num_devices in itertools.product(layers, policies, (1, 4)):
+        planner = Planner(layer, num_devices, V6E, policy)
+        try:
+            taken = any(planner.plan(tokens).path == "fused" for tokens in (1, 64, 300, 4096))
+        except ConfigError:
+            continue
+        assert planner.may_run_kernel == taken, (layer, policy, num_devices)

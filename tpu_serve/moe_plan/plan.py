@@ -117,9 +117,7 @@ def plan_layer(
     policy, rows = policy or Policy(), Rows() if rows is None else rows
     problem = problem_of(layer, num_tokens, num_devices, policy)
     refusals: list[tuple[str, str]] = []
-    unavailable = dict(policy.unavailable)
-    if problem.format in FORMATS and (why := without_xla(problem)) is not None:
-        unavailable = {path: why for path in PATHS if path != "fused"} | unavailable
+    unavailable = unavailable_paths(problem, policy)
     found, reason = _kernel(problem, chip, policy, rows)
     if policy.backend == "fused":
         if found is None:
@@ -152,6 +150,14 @@ def plan_layer(
         return _fused_plan(problem, chip, found, f"nothing else can ({others})")
     reasons = "; ".join(f"{path}: {why}" for path, why in refusals)
     raise ConfigError(f"--moe-backend auto cannot run this model: {reasons}")
+
+
+def unavailable_paths(problem: Problem, policy: Policy) -> dict[str, str]:
+    """Paths that cannot run a layer at any number of tokens, with the reasons: as the policy says, and what XLA's own operations lack."""
+    unavailable = dict(policy.unavailable)
+    if problem.format in FORMATS and (why := without_xla(problem)) is not None:
+        unavailable = {path: why for path in PATHS if path != "fused"} | unavailable
+    return unavailable
 
 
 def _kernel(problem: Problem, chip: Chip, policy: Policy, rows: Rows) -> tuple[Found | None, str]:

@@ -12,7 +12,7 @@ from tpu_serve.kernels.fused_moe_v2.legality import supports
 from tpu_serve.moe_plan.key import BUCKETS, KERNEL
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Rows
-from tpu_serve.moe_plan.plan import MoEPlan, plan_layer
+from tpu_serve.moe_plan.plan import MoEPlan, plan_layer, unavailable_paths
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,11 @@ class Planner:
         if self.policy.backend != "auto":
             return self.policy.backend == "fused"
         problem = problem_of(self.layer, 1, self.num_devices, self.policy)
-        available = "fused" not in self.policy.unavailable and supports(problem, self.chip) is None
-        return self.chip.is_tpu and self.num_devices > 1 and available
+        unavailable = unavailable_paths(problem, self.policy)
+        if not self.chip.is_tpu or "fused" in unavailable or supports(problem, self.chip) is not None:
+            return False
+        nothing_else_can = {"dense", "ragged"} <= unavailable.keys()
+        return self.num_devices > 1 or self.policy.tiles is not None or nothing_else_can
 
     def prepare(self, buckets: Iterable[int], *, is_strict: bool = False, is_quiet: bool = False) -> None:
         """Plans for all token counts that the server will run, and one line that says how many have a row of their own.
