@@ -70,7 +70,7 @@ class Planner:
         plans = self.plans
         if is_quiet:
             return
-        _log(plans)
+        _log(plans, self.num_devices)
         applicable = [plan for plan in plans if self.is_applicable(plan)]
         missing = [plan.num_tokens for plan in applicable if not plan.has_exact_row]
         if not applicable:
@@ -107,11 +107,14 @@ class Planner:
         return Counter((plan.way, plan.source or "none") for plan in self.plans)
 
 
-def _log(plans: Sequence[MoEPlan]) -> None:
+def _log(plans: Sequence[MoEPlan], num_devices: int) -> None:
     """A line for every distinct answer, with the token counts that it is for."""
     alike: dict[tuple[str, str], list[MoEPlan]] = {}
     for plan in plans:
-        what = plan.way if plan.config is None else f"{plan.way} {plan.tiles}, {plan.origin}"
+        if plan.config is not None:
+            what = f"{plan.way} {plan.tiles}, {plan.origin}"
+        else:
+            what = plan.way + (f" on each of {num_devices} devices" if num_devices > 1 else "")
         alike.setdefault((what, plan.reason), []).append(plan)
     for (what, reason), same in alike.items():
         logger.info("MoE for %s tokens: %s (%s)", ", ".join(str(plan.num_tokens) for plan in same), what, reason)
