@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_serve.device.chip import TPU_CHIPS
-from tpu_serve.kernels.fused_moe_v2.heuristic import candidates, heuristic
+from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import check
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 
@@ -50,7 +50,6 @@ def test_a_chip_without_the_arithmetic_is_told_as_a_reason():
     problem = Problem(64, 16, 4, 2048, 768, 4, "fp8_channel")
     with pytest.raises(ValueError, match="v6e has no arithmetic for"):
         heuristic(problem, TPU_CHIPS["v6e"])
-    assert not list(candidates(problem, TPU_CHIPS["v6e"]))
 
 
 def test_what_may_not_be_summed_first_is_refused_for_its_size():

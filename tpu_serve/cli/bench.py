@@ -106,7 +106,11 @@ def _add_kernels(kinds: Any) -> None:
         **some,
         help="devices of the group (default for fused_moe_v2: 4 8 16)",
     )
-    kernels.add_argument("--mode", metavar="MODE", help="of fused_moe_v2: D or G (default: chosen by the heuristic)")
+    kernels.add_argument(
+        "--mode",
+        metavar="MODE",
+        help="of fused_moe_v2: D or G, with the rule's tiles (default: what a server would run, from the tuning tables)",
+    )
     kernels.add_argument(
         "--timeout", metavar="S", type=positive, default=600, help="seconds for one cell (default: %(default)s)"
     )

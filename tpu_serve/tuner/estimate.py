@@ -45,8 +45,6 @@ SUM_SECONDS = 50e-9
 WIDENED_PER_SECOND = 7e11
 """Weights that become another type in VMEM: from the lengths of compiled loops on v6e, taken for all chips."""
 
-_busiest_link = functools.cache(busiest_link)
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -79,7 +77,7 @@ class _Links:
         """Every device sends so much to every other."""
         if not self.chip.link_bytes_per_second:
             return 0.0
-        pairs = _busiest_link(self.shape, self.chip.devices_per_chip)
+        pairs = busiest_link(self.shape, self.chip.devices_per_chip)
         return bytes_per_pair * pairs / self.chip.link_bytes_per_second
 
     def relayed(self, bytes_per_token: float) -> float:

@@ -1,4 +1,4 @@
-"""Configs without a table: a sensible one by rule, and all that a tuner may try. Plain Python."""
+"""Configs without a table: a sensible one by rule. Plain Python."""
 
 from __future__ import annotations
 
@@ -156,32 +156,3 @@ def exchange(problem: Problem, chip: Chip) -> tuple[str, str]:
     if p.group_tokens <= PUSH_DISPATCH_TOKENS.get(chip.name, 2048):
         return "push_ag", combine
     return "xla_ag", combine
-
-
-def candidates(problem: Problem, chip: Chip) -> Iterator[Config]:
-    """Every legal config that a tuner may try, each once."""
-    p = problem
-    dispatches = ("xla_ag", "push_ag", "dedup_push") if p.sequence_parallel and p.num_devices > 1 else ("xla_ag",)
-    combines = ("push", "rs") if p.num_devices > 1 else ("push",)
-    seen: set[Config] = set()
-    for config in _all(p, dispatches, combines):
-        if config not in seen and check(p, config, chip) is None:
-            seen.add(config)
-            yield config
-
-
-def _all(p: Problem, dispatches: tuple[str, ...], combines: tuple[str, ...]) -> Iterator[Config]:
-    for width in tile_widths(p):
-        per_expert = p.padded_intermediate // width
-        for slots in sorted({2, 3, 4, per_expert, per_expert + 1, 2 * per_expert}):
-            if slots < 2:
-                continue
-            for rows in (0, 32, 64, 128):
-                yield Config("D", width, slots, compact_rows=rows)
-            for tile_rows in (32, 64, 128, 256):
-                for multiple in (1, 2, 3, 4, 6, 8):
-                    for dispatch in dispatches:
-                        for combine in combines:
-                            config = Config("G", width, slots, tile_rows * multiple, tile_rows, dispatch, combine)
-                            yield config
-                            yield dataclasses.replace(config, resident=True)

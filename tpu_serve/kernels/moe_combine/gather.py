@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpu_serve.kernels.context import Context
 from tpu_serve.kernels.moe_combine import selection, tables
+from tpu_serve.kernels.moe_combine.finite import halves, sum_finite
 from tpu_serve.kernels.moe_combine.problem import (
     CHUNK,
     LANES,
@@ -25,7 +26,6 @@ from tpu_serve.kernels.moe_combine.problem import (
     buffers,
     num_blocks,
     num_panels,
-    slice_columns,
     table_width,
 )
 from tpu_serve.kernels.moe_combine.windows import Windows
@@ -75,21 +75,6 @@ def _chunk(problem: Problem, buffer: Any, chunk: Any) -> jax.Array:
     return values if values.ndim == 2 else values.reshape(CHUNK, -1)[:, : problem.hidden]
 
 
-def _flat_chunk(problem: Problem, buffer: Any, chunk: Any, scratch: dict[str, Any]) -> Any:
-    """Reference to the same, from which columns can be taken."""
-    if problem.align > 1:
-        return buffer.at[pl.ds(pl.multiple_of(chunk * CHUNK, CHUNK), CHUNK)]
-    flat = scratch["flat"]
-
-    def strip(index: Any, _: None) -> None:
-        of = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
-        rows = buffer[pl.ds(pl.multiple_of(chunk * CHUNK + index * STRIP, STRIP), STRIP)]
-        flat[of] = rows.reshape(STRIP, -1)[:, : problem.hidden]
-
-    jax.lax.fori_loop(0, CHUNK // STRIP, strip, None)
-    return flat
-
-
 def _existing(problem: Problem, config: Config, values: jax.Array) -> jax.Array:
     """Zero in the columns beyond the last, of which blocks and buffers of a narrower last panel hold anything."""
     if problem.hidden % config.panel == 0:
@@ -128,7 +113,7 @@ def _sum_kernel(
         jax.lax.fori_loop(0, chunks * (tokens // STRIP), build, None)
 
     def add(chunk: Any, _: None) -> None:
-        total[...] += _halves(problem, selection.multiply(selected[chunk], _chunk(problem, buffer, chunk)))
+        total[...] += halves(problem, selection.multiply(selected[chunk], _chunk(problem, buffer, chunk)))
 
     total[...] = jnp.zeros_like(total)
     jax.lax.fori_loop(0, chunks, add, None)
@@ -138,51 +123,7 @@ def _sum_kernel(
     # 0 times infinity is NaN: one row that is not finite spoils the sums of all tokens of the block. Only then is it worth a second look.
     @pl.when(jnp.max(jnp.where(selection.is_finite(_existing(problem, config, result)), 0.0, 1.0)) > 0)
     def _() -> None:
-        _sum_finite(problem, config, buffer, chunks, out, scratch)
-
-
-def _sum_finite(problem: Problem, config: Config, buffer: Any, chunks: Any, out: Any, scratch: dict[str, Any]) -> None:
-    """The sums once more, NaN only where a token's own row is not finite. Rarely run, so in slices and loops, which compile sooner than they run."""
-    selected, total = scratch["selected"], scratch["total"]
-    tokens, width = config.block_tokens, slice_columns(config)
-
-    def for_slices(body: Any) -> None:
-        def one(index: Any, _: None) -> None:
-            body(pl.ds(pl.multiple_of(index * width, width), width))
-
-        jax.lax.fori_loop(0, config.panel // width, one, None)
-
-    def clear(columns: Any) -> None:
-        total[:, columns] = jnp.zeros((tokens, width), F32)
-
-    def add(chunk: Any, _: None) -> None:
-        rows = _flat_chunk(problem, buffer, chunk, scratch)
-
-        def add_slice(columns: Any) -> None:
-            values = rows[:, columns].astype(F32)
-            finite = selection.is_finite(values)
-            cleaned = jnp.where(finite, values, 0.0).astype(selected.dtype)
-            total[:, columns] += _halves(problem, selection.multiply(selected[chunk], cleaned))
-            picks = jnp.where(selected[chunk, pl.ds(0, tokens)].astype(F32) != 0.0, 1.0, 0.0).astype(selected.dtype)
-            spoilt = selection.multiply(picks, jnp.where(finite, 0.0, 1.0).astype(selected.dtype))
-            total[:, columns] = jnp.where(spoilt > 0.0, jnp.nan, total[:, columns])
-
-        for_slices(add_slice)
-
-    def store(columns: Any) -> None:
-        out[:, columns] = total[:, columns].astype(out.dtype)
-
-    for_slices(clear)
-    jax.lax.fori_loop(0, chunks, add, None)
-    for_slices(store)
-
-
-def _halves(problem: Problem, product: jax.Array) -> jax.Array:
-    """The sum over the parts that lie below each other."""
-    if problem.num_parts == 1:
-        return product
-    tokens = len(product) // 2
-    return product[:tokens] + product[tokens:]
+        sum_finite(problem, config, buffer, chunks, out, scratch)
 
 
 def _dots_kernel(

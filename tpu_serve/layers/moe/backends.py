@@ -175,8 +175,7 @@ def choose_backend(
         "ragged": everywhere(Ragged(chip.is_tpu)),
         "grouped": everywhere(Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip)),
     }
-    reasons = {backend.name: backend.supports(config, chip) for backend in (fused, Dense(), Ragged(chip.is_tpu))}
-    reasons["grouped"] = others["grouped"].supports(config, chip)
+    reasons = {name: backend.supports(config, chip) for name, backend in {"fused": fused, **others}.items()}
     policy = Policy(
         backend=options.moe_backend,
         tiles=read_tiles(options.tiles),
