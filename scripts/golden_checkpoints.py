@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the published layout, for make_goldens.py: which there are, and every tensor of them."""
+"""Tiny random checkpoints in the published layout, for make_goldens.py: what describes one and how it is written."""
 
 from __future__ import annotations
 
@@ -13,67 +13,29 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from golden_tokenizers import TrainedTokenizer, train_byte_fallback, train_byte_level
+from golden_layers import Config, Shapes
+from golden_tokenizers import TrainedTokenizer
 
-Shapes = dict[str, tuple[int, ...]]
-Config = dict[str, Any]
-
-QWEN3_MOE = """{
-"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "decoder_sparse_step": 1,
-"head_dim": 16, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 96,
-"max_position_embeddings": 512, "max_window_layers": 3, "mlp_only_layers": [], "model_type": "qwen3_moe",
-"moe_intermediate_size": 32, "norm_topk_prob": true, "num_attention_heads": 8, "num_experts": 8,
-"num_experts_per_tok": 2, "num_hidden_layers": 3, "num_key_value_heads": 2, "output_router_logits": false,
-"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
-"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
-"use_cache": true, "use_sliding_window": false
-}"""
-"""The config.json of a published Qwen3-MoE, with small sizes."""
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-TIED = {
-    "tie_word_embeddings": True,
-    "num_hidden_layers": 4,
-    "mlp_only_layers": [1],
-    "rope_theta": 1e4,
-    "rope_scaling": YARN,
-}
-MIXTRAL = """{
-"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 64,
-"initializer_range": 0.02, "intermediate_size": 48, "max_position_embeddings": 512, "model_type": "mixtral",
-"num_attention_heads": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3, "num_key_value_heads": 2,
-"num_local_experts": 6, "output_router_logits": false, "rms_norm_eps": 0.01, "rope_theta": 10000.0,
-"router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
-"transformers_version": "4.36.0.dev0", "use_cache": true
-}"""
-"""The config.json of a published Mixtral, with small sizes. The epsilon is so large that a wrong one shows."""
+Tensors = dict[str, torch.Tensor]
+UNUSED = (".visual.", ".vision_tower.", ".embed_vision.")
+"""Parts of names of tensors that stand in a file and never reach a text model."""
 
 
-def qwen3_moe_layer(prefix: str, layer: int, config: Config) -> Shapes:
-    """What a layer holds besides plain attention and its two norms."""
-    hidden = config["hidden_size"]
-    shapes: Shapes = {f"{prefix}.self_attn.{name}.weight": (config["head_dim"],) for name in ("q_norm", "k_norm")}
+@dataclass(frozen=True)
+class Margins:
+    """How far apart two things must be for their order to be no matter of rounding.
 
-    def add_mlp(name: str, inner: int) -> None:
-        shapes[f"{name}.gate_proj.weight"] = shapes[f"{name}.up_proj.weight"] = (inner, hidden)
-        shapes[f"{name}.down_proj.weight"] = (hidden, inner)
+    Attributes:
+      router: logits of the last expert taken and the first one left.
+      argmax: the two best logits of a greedy step.
+      top5: log probabilities of neighbours among a greedy step's best tokens.
+      num_distinct: fewest different tokens in all greedy continuations: one token for ever would prove little.
+    """
 
-    if layer in config["mlp_only_layers"]:
-        add_mlp(f"{prefix}.mlp", config["intermediate_size"])
-        return shapes
-    shapes[f"{prefix}.mlp.gate.weight"] = (config["num_experts"], hidden)
-    for expert in range(config["num_experts"]):
-        add_mlp(f"{prefix}.mlp.experts.{expert}", config["moe_intermediate_size"])
-    return shapes
-
-
-def mixtral_layer(prefix: str, layer: int, config: Config) -> Shapes:
-    """What a layer holds besides plain attention and its two norms."""
-    hidden, inner, moe = config["hidden_size"], config["intermediate_size"], f"{prefix}.block_sparse_moe"
-    shapes: Shapes = {f"{moe}.gate.weight": (config["num_local_experts"], hidden)}
-    for expert in range(config["num_local_experts"]):
-        for name, shape in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
-            shapes[f"{moe}.experts.{expert}.{name}.weight"] = shape
-    return shapes
+    router: float = 1e-3
+    argmax: float = 5e-3
+    top5: float = 2e-4
+    num_distinct: int = 12
 
 
 @dataclass(frozen=True)
@@ -81,99 +43,128 @@ class Variant:
     """One fixture.
 
     Attributes:
-      base: config.json of the family.
-      layer: tensors of a layer: (name prefix, number, config) -> shapes by name.
-      gains: by projection, the deviation of its output where the input's is 1; 1 for the others.
+      base: config.json of the family; in a nested one the text model's part is `text_config`.
+      shapes: every tensor of the published layout, from the text model's configuration.
       train: makes the tokenizer.
+      gains: by projection, the deviation of its output where the input's is 1; 1 for the others.
+      values: by ending of a name, (mean, deviation) of a tensor that is no projection; the first that fits.
       changes: what differs from `base`.
       sampling: the sampling part of generation_config.json.
+      named_ids: ids outside `text_config`, by key of config.json: one text of a token, or several.
+      float32: endings of the names of tensors that are float32 among the bf16 ones.
+      transposed: endings of the names of tensors stored [..., in, out].
+      store: (tensors of the plain layout, config) -> (tensors of the file, what config.json gets besides).
+      quiet_added: the head gives the tokens added by name low logits, as a trained model does within ordinary text.
+      num_files: over how many files the tensors are spread; more than one come with an index.
+      margins: what make_goldens.py asks of the values.
     """
 
     base: str
-    layer: Callable[[str, int, Config], Shapes]
-    gains: Mapping[str, float]
+    shapes: Callable[[Config], Shapes]
     train: Callable[[], TrainedTokenizer]
+    gains: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     changes: Config = field(default_factory=dict)
     sampling: Config = field(default_factory=dict)
+    named_ids: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    store: Callable[[Tensors, Config], tuple[Tensors, Config]] | None = None
+    quiet_added: bool = False
+    num_files: int = 1
+    margins: Margins = Margins()
 
 
-QWEN3_MOE_GAINS = {"gate": 2.0, "gate_proj": 1.5, "up_proj": 1.5, "down_proj": 2.0}
-MIXTRAL_GAINS = {"q_proj": 1.5, "k_proj": 1.5, "gate": 2.0, "w1": 1.5, "w3": 1.5, "w2": 2.0}
-VARIANTS = {
-    "qwen3_moe": Variant(
-        QWEN3_MOE,
-        qwen3_moe_layer,
-        QWEN3_MOE_GAINS,
-        train_byte_level,
-        sampling={"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    ),
-    "qwen3_moe_tied": Variant(
-        QWEN3_MOE,
-        qwen3_moe_layer,
-        QWEN3_MOE_GAINS,
-        train_byte_level,
-        changes=TIED,
-        sampling={"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05},
-    ),
-    "mixtral": Variant(MIXTRAL, mixtral_layer, MIXTRAL_GAINS, train_byte_fallback),
-}
+def text_config(config: Config) -> Config:
+    """The text model's part of a config.json."""
+    return config.get("text_config", config)
 
 
-def tensor_shapes(variant: Variant, config: Config) -> Shapes:
-    """Every tensor of the published layout: one per expert and projection."""
-    hidden, vocab, num_heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // num_heads
-    queries, keys = num_heads * head, config["num_key_value_heads"] * head
-    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}.{name}.weight"] = (hidden,)
-        attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-        for name, shape in (attention | {"o_proj": (hidden, queries)}).items():
-            shapes[f"{prefix}.self_attn.{name}.weight"] = shape
-        shapes |= variant.layer(prefix, layer, config)
-    return shapes
+def make_config(variant: Variant, tokenizer: TrainedTokenizer) -> Config:
+    """config.json before any quantisation."""
+    config: Config = json.loads(variant.base)
+    text = text_config(config)
+    text |= tokenizer.model_ids | {"vocab_size": (tokenizer.size // 64 + 1) * 64}
+    config |= variant.changes
+    for key, texts in variant.named_ids.items():
+        ids = [tokenizer.backend.token_to_id(one) for one in ([texts] if isinstance(texts, str) else texts)]
+        config[key] = ids[0] if isinstance(texts, str) else ids
+    return config
 
 
 def random_tensor(
-    name: str, shape: tuple[int, ...], seed: int, tokenizer_size: int, tied: bool, gains: Mapping[str, float]
+    name: str, shape: tuple[int, ...], seed: int, variant: Variant, tokenizer: TrainedTokenizer, tied: bool
 ) -> torch.Tensor:
     """Values of a tensor, from its name and the seed alone."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        values = 1.4 + 0.4 * normal  # attention that is neither flat nor stuck on one key
+    rule = next((rule for ending, rule in variant.values.items() if name.endswith(ending)), None)
+    if any(part in name for part in UNUSED):
+        values = 0.05 * normal
+    elif rule is not None:
+        mean, deviation = rule
+        values = mean + deviation * normal
     elif len(shape) == 1:
         values = 1.0 + 0.3 * normal
-    elif name == "model.embed_tokens.weight" and not tied:
+    elif name.endswith("embed_tokens.weight") and not tied:
         values = normal
-    elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+    elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
         values = normal * 3 / shape[1] ** 0.5  # logits with a deviation of about 3
-        values[tokenizer_size:] *= 0.1  # ids that no text has are never the best
+        values[tokenizer.size :] *= 0.1  # ids that no text has are never the best
+        if variant.quiet_added:
+            values[sorted(tokenizer.backend.get_added_tokens_decoder())] *= 0.1
     else:
-        values = normal * gains.get(name.split(".")[-2], 1.0) / shape[1] ** 0.5
-    return torch.from_numpy(values).to(torch.bfloat16)
+        num_inputs = shape[-2] if name.endswith(variant.transposed or "\0") else shape[-1]
+        values = normal * variant.gains.get(name.removesuffix(".weight").split(".")[-1], 1.0) / num_inputs**0.5
+    tensor = torch.from_numpy(values).to(torch.bfloat16)
+    return tensor.float() if name.endswith(variant.float32 or "\0") else tensor
+
+
+def random_tensors(variant: Variant, config: Config, seed: int, tokenizer: TrainedTokenizer) -> Tensors:
+    """Every tensor of the plain layout."""
+    shapes = variant.shapes(text_config(config) | {"tie_word_embeddings": config.get("tie_word_embeddings", True)})
+    tied = "lm_head.weight" not in shapes
+    return {name: random_tensor(name, shape, seed, variant, tokenizer, tied) for name, shape in shapes.items()}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_file(path: Path, tensors: Tensors) -> None:
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def write_tensors(folder: Path, tensors: Tensors, num_files: int) -> None:
+    """model.safetensors, or `num_files` files of about the same size with an index."""
+    if num_files == 1:
+        write_file(folder / "model.safetensors", tensors)
+        return
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    files: list[Tensors] = [{} for _ in range(num_files)]
+    weight_map: dict[str, str] = {}
+    done = 0
+    for name in sorted(tensors):
+        number = min(done * num_files // total, num_files - 1)
+        files[number][name] = tensors[name]
+        weight_map[name] = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        done += tensors[name].nbytes
+    for number, part in enumerate(files):
+        write_file(folder / f"model-{number + 1:05d}-of-{num_files:05d}.safetensors", part)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
 def write_checkpoint(folder: Path, variant: Variant, seed: int, tokenizer: TrainedTokenizer) -> None:
     """Replaces `folder` by a checkpoint of the variant, all but the golden values."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "v5_style").mkdir(parents=True)
-    ids = tokenizer.model_ids | {"vocab_size": (tokenizer.size // 64 + 1) * 64}
-    config = json.loads(variant.base) | ids | variant.changes
+    config = make_config(variant, tokenizer)
+    tensors = random_tensors(variant, config, seed, tokenizer)
+    if variant.store is not None:
+        tensors, additions = variant.store(tensors, config)
+        config |= additions
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", tokenizer.generation_ids | variant.sampling)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer.config)
-    tied = config["tie_word_embeddings"]
-    tensors = {
-        name: random_tensor(name, shape, seed, tokenizer.size, tied, variant.gains)
-        for name, shape in tensor_shapes(variant, config).items()
-    }
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder, tensors, variant.num_files)

@@ -65,13 +65,12 @@ TOKENIZER_CONFIG = """{
 }"""
 
 
-def train_byte_level(vocab_size: int = 448) -> TrainedTokenizer:
-    """Byte-level BPE as Qwen's, `vocab_size` tokens before the added ones."""
+def byte_level(split: str, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over what `split` cuts, without any added token."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -79,6 +78,13 @@ def train_byte_level(vocab_size: int = 448) -> TrainedTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+def train_byte_level(vocab_size: int = 448) -> TrainedTokenizer:
+    """Byte-level BPE as Qwen's, `vocab_size` tokens before the added ones."""
+    tokenizer = byte_level(SPLIT, vocab_size)
+    tokenizer.normalizer = normalizers.NFC()
     for text in SPECIAL + MARKERS:  # after the merges, as in Qwen; the markers stay visible in decoded text
         tokenizer.add_tokens([AddedToken(text, special=text in SPECIAL, normalized=False)])
     end, im_end = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")

@@ -4,7 +4,18 @@ from pathlib import Path
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
-MODELS = ("qwen3_moe", "qwen3_moe_tied", "mixtral")
+MODELS = (
+    "qwen3_moe",
+    "qwen3_moe_tied",
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "qwen3",
+    "gemma4",
+    "gemma3",
+    "qwen3_next",
+    "qwen3_5_moe",
+)
 """Folders under tests/fixtures with a tiny checkpoint and golden values made by scripts/make_goldens.py."""
 
 LOGIT_TOLERANCE = 5e-4

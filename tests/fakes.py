@@ -28,6 +28,7 @@ from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.request import Request, TokenLogprobs
+from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
@@ -130,7 +131,7 @@ def fake_engine(
 ) -> Engine:
     """An engine over the fake runner; `defaults` are the model's sampling defaults."""
     scheduler = Scheduler(
-        PagePool(num_pages, 8), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
+        Cache([PagePool(num_pages, 8)]), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
     )
     info = ModelInfo(
         name="fake",
@@ -181,7 +182,7 @@ class Served:
         """Waits until nothing waits or runs and every page is free, and checks that nothing leaked."""
         scheduler = self.engine.core.scheduler
         deadline = time.monotonic() + seconds
-        while self.engine.core.has_work or scheduler.pool.usage or self.state.num_inference:
+        while self.engine.core.has_work or scheduler.cache.usage or self.state.num_inference:
             assert time.monotonic() < deadline, "requests or pages are left"
             await asyncio.sleep(0.01)
         scheduler.check()

@@ -100,6 +100,10 @@ class HFConfig:
             raise ConfigError(f"{self.file}: {name} must be at least 1, got {value}.")
         return value
 
+    def optional_positive(self, name: str) -> int | None:
+        """As `positive`, but an absent key means that there is no such limit."""
+        return None if self.get(name, None) is None else self.positive(name)
+
 
 def _typed(origin: Path | str, name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:

@@ -37,7 +37,7 @@ def build(lengths, num_tokens, num_rows, rng):
     for start, length in lengths:
         params = SamplingParams(max_tokens=1)
         sequence = Sequence(Request(id="x", prompt_token_ids=(3,) * (start + length), params=params), 999)
-        sequence.pages = [free.pop() for _ in range(-(-(start + length) // PAGE_SIZE))]
+        sequence.pages = [[free.pop() for _ in range(-(-(start + length) // PAGE_SIZE))]]
         scheduled.append(Scheduled(sequence, start, length, samples=False))
     layout = PackLayout(num_tokens, num_rows, MAX_PAGES, PAGE_SIZE, num_slots=4)
     return scheduled, layout.unpack(jnp.asarray(pack(tuple(scheduled), layout)))
@@ -75,14 +75,14 @@ def test_equals_plain_attention(case, as_bits):
     untouched[0] = False  # the padding page may hold anything
     for item in scheduled:
         stop, end = at + item.length, item.start + item.length
-        old = cache[item.sequence.pages].reshape(-1, 2 * KV_HEADS, HEAD_DIM)[: item.start]
+        old = cache[item.sequence.pages[0]].reshape(-1, 2 * KV_HEADS, HEAD_DIM)[: item.start]
         keys, values = np.concatenate([old[:, ::2], k[at:stop]]), np.concatenate([old[:, 1::2], v[at:stop]])
         np.testing.assert_allclose(out[at:stop], plain(q[at:stop], keys, values, item.start), atol=2e-5)
-        stored = new_cache[item.sequence.pages].reshape(-1, 2 * KV_HEADS, HEAD_DIM)[:end]
+        stored = new_cache[item.sequence.pages[0]].reshape(-1, 2 * KV_HEADS, HEAD_DIM)[:end]
         np.testing.assert_array_equal(stored[:, ::2], keys)
         np.testing.assert_array_equal(stored[:, 1::2], values)
         for position in range(item.start, end):
-            untouched[item.sequence.pages[position // PAGE_SIZE], position % PAGE_SIZE] = False
+            untouched[item.sequence.pages[0][position // PAGE_SIZE], position % PAGE_SIZE] = False
         at = stop
     np.testing.assert_array_equal(new_cache[untouched], cache[untouched])
     np.testing.assert_array_equal(out[at:], np.zeros_like(out[at:]))
@@ -96,7 +96,7 @@ def test_garbage_beyond_a_sequence_is_never_read():
     flat = cache.reshape(-1, 2 * KV_HEADS, HEAD_DIM)
     for item in scheduled:
         for position in range(item.start):
-            flat[item.sequence.pages[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE] = 1.0
+            flat[item.sequence.pages[0][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE] = 1.0
     q, k, v = (np.ones((160, heads, HEAD_DIM), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out, _ = run(q, k, v, cache, batch, scale=HEAD_DIM**-0.5)
     np.testing.assert_allclose(out[:22], 1.0, atol=1e-6)
@@ -135,10 +135,10 @@ def test_sequences_may_share_a_page_that_this_step_fills():
     rng = np.random.default_rng(6)
     scheduled, batch = build([(0, 16), (8, 4)], 160, 80, rng)
     first, second = (item.sequence for item in scheduled)
-    table = np.array(batch.page_table)
-    table[1, 0] = first.pages[0]
-    second.pages[0] = first.pages[0]
-    batch = dataclasses.replace(batch, page_table=jnp.asarray(table))
+    table = np.array(batch.page_table[0])
+    table[1, 0] = first.pages[0][0]
+    second.pages[0][0] = first.pages[0][0]
+    batch = dataclasses.replace(batch, page_table=jnp.asarray(table)[None])
     q, k, v = (rng.normal(0, 1, (160, heads, HEAD_DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out, _ = run(
         q, k, v, np.zeros((NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), np.float32), batch, scale=HEAD_DIM**-0.5

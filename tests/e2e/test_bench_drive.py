@@ -9,6 +9,7 @@ from tpu_serve.bench.prefill import run_prefill
 from tpu_serve.bench.sweep import Sweep
 from tpu_serve.config import ConfigError
 from tpu_serve.engine.core import EngineCore
+from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.step import SampledToken
@@ -37,7 +38,7 @@ class CountingRunner:
 
 def make_driver(*, seed=0, num_pages=100, budget=64, max_num_seqs=8, max_model_len=64):
     scheduler = Scheduler(
-        PagePool(num_pages, 4),
+        Cache([PagePool(num_pages, 4)]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,

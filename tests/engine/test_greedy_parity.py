@@ -48,7 +48,7 @@ def prompts(golden):
 
 @pytest.mark.parametrize("prompt", [0, 1, 2])
 def test_whole_prompt_with_logprobs(wide, golden, prompt):
-    wide.engine.core.scheduler.pool.reset()
+    wide.engine.core.scheduler.cache.reset()
     (output,) = wide.generate(prompts(golden)[prompt], greedy(logprobs=5))
     check_prompt(output, golden, prompt)
     for step, logprobs in enumerate(output.outputs[0].logprobs):
@@ -83,7 +83,7 @@ def test_after_preemption(narrow, golden):
     for index, output in enumerate(outputs):
         check_prompt(output, golden, 2 - index % 3)
     narrow.engine.core.scheduler.check()
-    assert narrow.engine.core.scheduler.pool.usage == 0
+    assert narrow.engine.core.scheduler.cache.usage == 0
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 17, None])
@@ -91,7 +91,7 @@ def test_with_prefix_cache_hits(wide, golden, length):
     """Second and third time around, the leading whole pages come from the cache and nothing changes."""
     prompt = prompts(golden)[2][:length]
     length = len(prompt)
-    wide.engine.core.scheduler.pool.reset()
+    wide.engine.core.scheduler.cache.reset()
     first, *again = (wide.generate(prompt, greedy(logprobs=3))[0] for _ in range(3))
     assert first.num_cached_tokens == 0
     for output in again:
@@ -107,7 +107,7 @@ def test_with_prefix_cache_hits(wide, golden, length):
 
 
 def test_identical_prompts_in_one_step_share_pages(wide, golden):
-    wide.engine.core.scheduler.pool.reset()
+    wide.engine.core.scheduler.cache.reset()
     (output,) = wide.generate(prompts(golden)[1], greedy(n=3))
     assert [choice.token_ids for choice in output.outputs] == [tuple(golden["greedy_1"].tolist())] * 3
 

@@ -26,7 +26,7 @@ def llm():
 
 def idle(llm):
     llm.engine.core.scheduler.check()
-    return not llm.engine.core.scheduler.has_work and llm.engine.core.scheduler.pool.usage == 0
+    return not llm.engine.core.scheduler.has_work and llm.engine.core.scheduler.cache.usage == 0
 
 
 def test_chat_answers_with_language(llm):
@@ -113,7 +113,7 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch, place):
     real, calls = getattr(runner, name), []
     prompts = ["Once upon a time there was", "Once"]
     expected = [output.outputs for output in llm.generate(prompts, GREEDY)]
-    llm.engine.core.scheduler.pool.reset()
+    llm.engine.core.scheduler.cache.reset()
 
     def interrupted(step):
         calls.append(1)

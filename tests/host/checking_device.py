@@ -58,17 +58,27 @@ class Row:
     end: int
     samples: bool
     slot: int
-    pages: list[int]
+    pages: list[list[int]]
     known: list[int]
+    restore: int = -1
+    snapshot: int = -1
 
 
 class CheckingDevice:
-    """Executes rows in order on cells that remember which token of which position was written."""
+    """Executes rows in order, on cells that remember which token of which position was written, and on states that remember everything
+    they have seen.
 
-    def __init__(self, page_size: int):
-        self.page_size = page_size
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}
+    Args:
+      windows: of each pool of pages; None for one that is read from the beginning.
+      has_state: whether there are recurrent layers.
+    """
+
+    def __init__(self, page_size: int, windows: tuple[int | None, ...], has_state: bool):
+        self.page_size, self.windows, self.has_state = page_size, windows, has_state
+        self.cells: dict[tuple[int, int, int], tuple[int, int]] = {}
         self.last: dict[int, int] = {}
+        self.states: dict[int, list[int]] = {}
+        self.snapshots: dict[int, list[int]] = {}
 
     def run(self, rows: list[Row]) -> list[SampledToken | None]:
         written = set()
@@ -76,17 +86,39 @@ class CheckingDevice:
             for position in range(row.start, row.end):
                 # What the host does not know yet is what the row's slot sampled last.
                 token = row.known[position] if position < len(row.known) else self.last[row.slot]
-                cell = (row.pages[position // self.page_size], position % self.page_size)
-                assert cell not in written, "two rows write one cell"
-                written.add(cell)
-                self.cells[cell] = (token, position)
+                for pool in range(len(self.windows)):
+                    cell = self.cell(row, pool, position)
+                    assert cell not in written, "two rows write one cell"
+                    written.add(cell)
+                    self.cells[cell] = (token, position)
         for row in rows:
-            for position in range(row.end):
-                cell = (row.pages[position // self.page_size], position % self.page_size)
-                assert self.cells[cell] == (row.alone.token(position), position), "a sequence reads what is not its own"
+            for pool, window in enumerate(self.windows):
+                for position in range(0 if window is None else max(0, row.start - window + 1), row.end):
+                    held = self.cells[self.cell(row, pool, position)]
+                    assert held == (row.alone.token(position), position), "a sequence reads what is not its own"
+        if self.has_state:
+            self.carry_states(rows)
         results: list[SampledToken | None] = []
         for row in rows:
             results.append(SampledToken(next_token(row.alone.tokens[: row.end])) if row.samples else None)
             if row.samples:
                 self.last[row.slot] = results[-1].token_id
         return results
+
+    def cell(self, row: Row, pool: int, position: int) -> tuple[int, int, int]:
+        page = row.pages[pool][position // self.page_size]
+        assert page != 0, "a sequence uses a page that it has given back"
+        return pool, page, position % self.page_size
+
+    def carry_states(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.restore >= 0:
+                before = self.snapshots[row.restore]
+            else:
+                before = self.states[row.slot] if row.start else []
+            assert before == row.alone.tokens[: row.start], "a state has not seen what its sequence has"
+        for row in rows:
+            seen = row.alone.tokens[: row.end]
+            self.states[row.slot] = seen
+            if row.snapshot >= 0:
+                self.snapshots[row.snapshot] = seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tpu_serve.request import Request, SamplingParams, TokenOutput
+from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.sequence import Sequence
@@ -17,7 +18,7 @@ def make(
     *, pages: int = 64, page_size: int = 4, seqs: int = 4, budget: int = 16, length: int = 12, caching: bool = True
 ) -> Scheduler:
     return Scheduler(
-        PagePool(1 + pages, page_size),
+        Cache([PagePool(1 + pages, page_size)]),
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_model_len=length,
@@ -74,7 +75,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
 def drain(scheduler: Scheduler) -> None:
     while scheduler.has_work:
         step(scheduler)
-    assert scheduler.pool.usage == 0
+    assert scheduler.cache.usage == 0
 
 
 def names(sequences: Iterable[Sequence]) -> str:

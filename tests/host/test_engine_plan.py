@@ -10,7 +10,7 @@ from tpu_serve.engine.plan import make_plan
 from tpu_serve.runner.buckets import pick, token_buckets
 
 CPU = Chip("cpu", 16 * GIB, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4)
-LAYOUT = CacheLayout(num_layers=4, num_kv_heads=2, head_dim=32, dtype=jnp.bfloat16)  # 1 KiB a token
+LAYOUT = CacheLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype=jnp.bfloat16)  # 1 KiB a token
 
 
 def plan(chip=CPU, model_max_len=2048, param_bytes=GIB, layout=LAYOUT, **options):
@@ -20,7 +20,7 @@ def plan(chip=CPU, model_max_len=2048, param_bytes=GIB, layout=LAYOUT, **options
 def test_defaults_follow_the_chip():
     made = plan()
     assert (made.max_model_len, made.page_size, made.max_num_seqs, made.max_num_batched_tokens) == (2048, 16, 64, 256)
-    assert made.num_pages == 64 * 128 + 1, "as much as all sequences can use, and the padding page"
+    assert made.num_pages[0] == 64 * 128 + 1, "as much as all sequences can use, and the padding page"
     assert made.max_num_queued == 16 * 64
     assert made.buckets == (8, 32, 128, 256)
     made = plan(TPU_CHIPS["v6e"])
@@ -35,13 +35,13 @@ def test_small_models_get_fewer_programs_on_a_cpu_only():
 def test_memory_for_the_cache():
     page = LAYOUT.page_bytes(16)
     assert page == 16 * 1024
-    assert plan(kv_cache_memory_bytes=300 * page).num_pages == 300
-    assert plan(num_pages=200).num_pages == 200
-    big = CacheLayout(48, 4, 128, jnp.bfloat16)
+    assert plan(kv_cache_memory_bytes=300 * page).num_pages[0] == 300
+    assert plan(num_pages=200).num_pages[0] == 200
+    big = CacheLayout.uniform(48, 4, 128, jnp.bfloat16)
     made = plan(TPU_CHIPS["v6e"], 40960, 20 * GIB, big)
-    assert made.num_pages == int(32 * GIB * 0.9 - 20 * GIB) // big.page_bytes(128)
+    assert made.num_pages[0] == int(32 * GIB * 0.9 - 20 * GIB) // big.page_bytes(128)
     made = plan(CPU, 40960, GIB, big)
-    assert made.num_pages == 4 * GIB // big.page_bytes(16), "a quarter of a CPU host's memory at most"
+    assert made.num_pages[0] == 4 * GIB // big.page_bytes(16), "a quarter of a CPU host's memory at most"
 
 
 def test_one_limit_given_moves_the_other_ones_default():

@@ -22,7 +22,7 @@ def scheduled(start, length, tokens, pages, slot, samples=True, num_prompt=None,
         choice=3,
     )
     sequence = Sequence(request, 99)
-    sequence.tokens, sequence.pages, sequence.slot = list(tokens), list(pages), slot
+    sequence.tokens, sequence.pages, sequence.slot = list(tokens), [list(pages)], slot
     return Scheduled(sequence, start, length, samples)
 
 
@@ -57,9 +57,9 @@ def test_decode_in_flight_and_chunks():
     assert batch.from_slot.tolist() == [6] + [-1] * 15
     assert batch.positions.tolist()[:6] == [5, 4, 2, 3, 4, 5]
     assert batch.seq_of_token.tolist() == [0, 1, 2, 2, 2, 2] + [-1] * 10
-    assert batch.kv_index.tolist()[:6] == [7 * 4 + 1, 6 * 4, 8 * 4 + 2, 8 * 4 + 3, 4, 5]
-    assert all(index < 4 for index in batch.kv_index[6:]), "padding writes to page 0"
-    assert batch.page_table.tolist() == [[3, 7] + [0] * 6, [5, 6] + [0] * 6, [8, 1, 2] + [0] * 5, [0] * 8]
+    assert batch.kv_index[0].tolist()[:6] == [7 * 4 + 1, 6 * 4, 8 * 4 + 2, 8 * 4 + 3, 4, 5]
+    assert all(index < 4 for index in batch.kv_index[0][6:]), "padding writes to page 0"
+    assert batch.page_table[0].tolist() == [[3, 7] + [0] * 6, [5, 6] + [0] * 6, [8, 1, 2] + [0] * 5, [0] * 8]
     assert batch.kv_lens.tolist() == [6, 5, 6, 0]
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 6, 6]
     assert batch.sample_at.tolist() == [0, 1, 5, 0]

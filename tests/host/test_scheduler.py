@@ -86,7 +86,7 @@ def test_no_step_is_launched_past_a_known_end(max_tokens: int, length: int) -> N
     assert commit(scheduler, second)["a"].finish_reason is FinishReason.LENGTH
     assert not scheduler.has_work
     assert scheduler.schedule() is None
-    assert scheduler.pool.usage == 0
+    assert scheduler.cache.usage == 0
 
 
 def test_slots_never_run_out_while_whole_batches_change() -> None:
@@ -171,9 +171,9 @@ def test_equal_prompts_of_one_step_share_pages() -> None:
     output = schedule(scheduler)
     assert rows(output) == [("b", 8, 1), ("c", 8, 1), ("a", 0, 9)]
     a, b, c = scheduler.running
-    assert a.pages[:2] == b.pages[:2] == c.pages[:2]
-    assert len({a.pages[2], b.pages[2], c.pages[2]}) == 3
-    assert scheduler.pool.num_free == 64 - 5
+    assert a.pages[0][:2] == b.pages[0][:2] == c.pages[0][:2]
+    assert len({a.pages[0][2], b.pages[0][2], c.pages[0][2]}) == 3
+    assert scheduler.cache.pools[0].num_free == 64 - 5
     commit(scheduler, output)
     drain(scheduler)
 
@@ -192,7 +192,7 @@ def test_without_prefix_caching_everything_is_computed() -> None:
         add(scheduler, name, list(range(8)))
     assert step(scheduler) == [("a", 0, 8), ("b", 0, 8)]
     assert scheduler.stats.prefix_hits == 0
-    assert scheduler.pool.match([hash_page(b"", range(4), "")]) == []
+    assert scheduler.cache.pools[0].match([hash_page(b"", range(4), "")]) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])

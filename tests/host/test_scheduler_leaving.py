@@ -44,7 +44,7 @@ def test_a_sequence_preempted_in_flight_keeps_its_token_and_returns_only_after_t
     first = schedule(scheduler)
     assert scheduler.schedule() is None  # a waits for the pages of b, which the first step still names
     b = scheduler.waiting[0]
-    assert (b.num_inflight, len(b.pages), b.slot) == (1, 2, 1)
+    assert (b.num_inflight, len(b.pages[0]), b.slot) == (1, 2, 1)
     assert commit(scheduler, first, b=9)["b"].token_ids == (9,)
     assert (b.tokens[5:], b.pages, b.slot, b.num_inflight) == ([9], [], -1, 0)
     assert step(scheduler) == [("a", 4, 1)]
@@ -91,7 +91,7 @@ def test_a_sequence_preempted_in_flight_may_turn_out_to_be_finished() -> None:
     assert scheduler.schedule() is None
     assert commit(scheduler, first, b=EOS)["b"].finish_reason is FinishReason.STOP
     assert not scheduler.waiting
-    assert scheduler.pool.num_free == 2
+    assert scheduler.cache.pools[0].num_free == 2
     assert scheduler.stats.num_preemptions == 1
 
 
@@ -162,7 +162,7 @@ def test_the_youngest_loses_its_pages_when_an_older_one_needs_them() -> None:
     assert step(scheduler) == [("c", 0, 1), ("b", 7, 2)]
     for name in "bc":
         scheduler.abort(name)
-    assert scheduler.pool.usage == 0
+    assert scheduler.cache.usage == 0
 
 
 def test_a_prefill_that_is_short_of_pages_waits_and_nobody_takes_those_that_are_left() -> None:
@@ -180,7 +180,7 @@ def test_a_prefill_that_is_short_of_pages_waits_and_nobody_takes_those_that_are_
     add(scheduler, "z", 1)
     third = schedule(scheduler)
     assert [row[0] for row in rows(third)] == list("abcde")  # now p needs seven pages and z one
-    assert scheduler.pool.num_free == 1
+    assert scheduler.cache.pools[0].num_free == 1
     assert (names(scheduler.running), third.preempted) == ("abcdep", ())
     commit(scheduler, second)
     assert rows(schedule(scheduler)) == [("z", 0, 1), ("p", 10, 7)]
@@ -197,11 +197,11 @@ def test_the_row_launched_after_an_unforeseen_end_is_thrown_away() -> None:
     a = scheduler.running[0]
     assert commit(scheduler, first, a=EOS)["a"].finish_reason is FinishReason.STOP
     assert not scheduler.has_work
-    assert len(a.pages) == 2  # the second step writes there
+    assert len(a.pages[0]) == 2  # the second step writes there
     assert a.slot >= 0
     assert commit(scheduler, second) == {}
     assert a.tokens[4:] == [EOS]
-    assert (a.pages, a.slot, scheduler.pool.usage) == ([], -1, 0)
+    assert (a.pages, a.slot, scheduler.cache.usage) == ([], -1, 0)
     assert scheduler.stats.generated == 1
 
 
@@ -284,10 +284,10 @@ def test_abort_with_steps_under_way(num_launched: int, num_committed: int) -> No
     output = scheduler.abort("a")
     assert (output.request_id, output.finish_reason, output.token_ids) == ("a", FinishReason.ABORT, ())
     assert not scheduler.has_work
-    assert (scheduler.pool.usage > 0) == (num_launched > 0)
+    assert (scheduler.cache.usage > 0) == (num_launched > 0)
     for output in launched:
         assert commit(scheduler, output) == {}
-    assert scheduler.pool.usage == 0
+    assert scheduler.cache.usage == 0
     assert scheduler.stats.finished["abort"] == 1
 
 
@@ -304,5 +304,5 @@ def test_abort_after_a_preemption(committed_before: bool) -> None:
     scheduler.check()
     if not committed_before:
         assert list(commit(scheduler, first)) == ["a"]
-    assert scheduler.pool.num_free == 2
+    assert scheduler.cache.pools[0].num_free == 2
     assert step(scheduler) == [("a", 4, 1)]

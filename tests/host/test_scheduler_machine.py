@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tpu_serve.request import FinishReason, Request, SamplingParams, TokenOutput
-from tpu_serve.scheduler.page_pool import PagePool
+from tpu_serve.scheduler.cache import Cache
+from tpu_serve.scheduler.page_pool import PagePool, most_pages
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.snapshots import Snapshots
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 MAX_LAUNCHED = 2
@@ -34,21 +36,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 8),
         caching=st.sampled_from([True, True, True, False]),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (None, 1, 6), (5,)]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 3, 9]),
     )
     def make(
-        self, page_size: int, num_tokens: int, spare: int, num_seqs: int, spare_budget: int, caching: bool
+        self,
+        page_size: int,
+        num_tokens: int,
+        spare: int,
+        num_seqs: int,
+        spare_budget: int,
+        caching: bool,
+        windows: tuple[int | None, ...],
+        num_snapshots: int | None,
     ) -> None:
         self.page_size, self.max_model_len = page_size, num_tokens - num_tokens % page_size - spare % page_size
-        self.pool = PagePool(1 + num_tokens // page_size + spare, page_size)
         self.max_num_seqs, self.budget = num_seqs, num_seqs + spare_budget
+        self.windows, self.has_state = windows, num_snapshots is not None
+        self.pools = [
+            PagePool(1 + most_pages(num_tokens, self.budget, page_size, window) + spare, page_size, window)
+            for window in windows
+        ]
+        self.cache = Cache(self.pools, None if num_snapshots is None else Snapshots(num_snapshots))
         self.scheduler = Scheduler(
-            self.pool,
+            self.cache,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
             enable_prefix_caching=caching,
         )
-        self.caching, self.device = caching, CheckingDevice(page_size)
+        self.caching, self.device = caching, CheckingDevice(page_size, windows, self.has_state)
         self.alone: dict[str, Alone] = {}
         self.unfinished: dict[str, Alone] = {}
         self.launched: list[tuple[SchedulerOutput, list[Row], list[SampledToken | None]]] = []
@@ -138,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> SchedulerOutput | None:
         scheduler = self.scheduler
         running, order = list(scheduler.running), [*scheduler.running, *scheduler.waiting]
-        num_pages = {sequence: len(sequence.pages) for sequence in running}
+        num_pages = {sequence: len(sequence.pages[0]) for sequence in running}
         output = scheduler.schedule()
         assert [*scheduler.running, *scheduler.waiting] == order, "somebody overtook somebody"
         assert scheduler.running[:1] == running[:1] or not running, "the oldest was preempted"
@@ -160,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         held_back = False
         for sequence in [*running, *self.scheduler.running[len(running) :]]:
             if sequence in scheduled:
-                assert not held_back or len(sequence.pages) == num_pages.get(sequence, 0)
+                assert not held_back or len(sequence.pages[0] if sequence.pages else ()) == num_pages.get(sequence, 0)
                 continue
             alone = self.unfinished[sequence.request.id]
             limit = min(len(alone.request.prompt_token_ids) + alone.request.params.max_tokens, self.max_model_len)
@@ -178,8 +195,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 end,
                 item.samples,
                 sequence.slot,
-                list(sequence.pages),
+                [list(pages) for pages in sequence.pages],
                 list(sequence.tokens),
+                item.restore,
+                item.snapshot,
             )
             rows.append(row)
             self.check_position(row)
@@ -188,7 +207,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(row.end - row.start for row in rows) == output.num_tokens <= self.budget
         order = [(row.end - row.start > 1, row.alone.arrival) for row in rows]
         assert order == sorted(order), "single tokens first, each group in order of arrival"
-        self.check_pages([*(row for _, launched, _ in self.launched for row in launched), *rows], rows)
+        launched = [row for _, earlier, _ in self.launched for row in earlier]
+        self.check_slots([*launched, *rows])
+        for pool, window in enumerate(self.windows):
+            # What lies behind a window is given back at once, for a later step to write.
+            self.check_pages(rows if window is not None else [*launched, *rows], pool)
         return rows
 
     def check_position(self, row: Row) -> None:
@@ -207,24 +230,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         if row.samples:  # never past a limit that was known beforehand
             assert row.end < self.max_model_len
             assert row.end < len(request.prompt_token_ids) + request.params.max_tokens
-        assert len(row.pages) == -(-row.end // self.page_size)
+        for pool, pages in zip(self.pools, row.pages, strict=True):
+            assert len(pages) == -(-row.end // self.page_size)
+            gone = pool.first_page(row.start)
+            assert [page == 0 for page in pages] == [index < gone for index in range(len(pages))]
+        assert self.has_state or (row.restore, row.snapshot) == (-1, -1)
         if row.end == len(alone.tokens):
             alone.num_wasted += 1
             assert alone.num_wasted == 1
             assert alone.reason is FinishReason.STOP
         assert row.end <= len(alone.tokens)
 
-    def check_pages(self, rows: list[Row], new: list[Row]) -> None:
-        """Among all rows under way: a slot has one sequence; a page has one, or holds one content that only its first writer writes."""
+    def check_slots(self, rows: list[Row]) -> None:
+        """A slot has one sequence among all rows under way."""
         owner: dict[int, Sequence] = {}
+        for row in rows:
+            assert owner.setdefault(row.slot, row.sequence) is row.sequence
+
+    def check_pages(self, rows: list[Row], pool: int) -> None:
+        """A page has one sequence, or holds one content that only its first writer writes."""
         users: dict[int, dict[Sequence, tuple[int, Row]]] = {}
         writers: dict[int, set[Sequence]] = {}
         for row in rows:
-            assert owner.setdefault(row.slot, row.sequence) is row.sequence
-            for index, page in enumerate(row.pages):
-                users.setdefault(page, {})[row.sequence] = (index, row)
+            for index, page in enumerate(row.pages[pool]):
+                if page:
+                    users.setdefault(page, {})[row.sequence] = (index, row)
             for position in range(row.start, row.end):
-                writers.setdefault(row.pages[position // self.page_size], set()).add(row.sequence)
+                writers.setdefault(row.pages[pool][position // self.page_size], set()).add(row.sequence)
         for page, named in users.items():
             assert page != 0
             assert len(writers.get(page, ())) <= 1
@@ -260,7 +292,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.has_work == bool(self.unfinished)
         for _, rows, _ in self.launched:
             for row in rows:
-                assert self.pool.num_revived(row.pages) == 0, "a page is free while a launched step names it"
+                for pool, pages in zip(self.pools, row.pages, strict=True):
+                    revived = pool.window is None and pool.num_revived(pages)
+                    assert not revived, "a page is free while a launched step names it"
                 assert row.sequence.slot == row.slot
 
     def teardown(self) -> None:
@@ -273,13 +307,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_pipelined(1)
         assert not self.unfinished, "requests are stuck"
         assert not self.launched
-        assert self.pool.usage == 0
+        assert self.cache.usage == 0
         self.scheduler.check()
         stats = self.scheduler.stats
         assert sum(stats.finished.values()) == self.num_finished == self.num_added
         assert stats.generated == sum(alone.received for alone in self.alone.values())
         assert stats.prefix_hits == sum(alone.num_cached or 0 for alone in self.alone.values())
-        assert self.pool.reset()
+        assert self.cache.reset()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,6 +1,7 @@
 """The line that says every few seconds what the engine does."""
 
 from tpu_serve.request import Request, SamplingParams
+from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.step import SampledToken
@@ -8,7 +9,7 @@ from tpu_serve.server.stats_line import StatsLine
 
 
 def test_the_line_counts_since_the_one_before_and_is_silent_when_idle():
-    scheduler = Scheduler(PagePool(11, 4), max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
+    scheduler = Scheduler(Cache([PagePool(11, 4)]), max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
     line = StatsLine(scheduler)
     assert line.take(10) is None
     for name in "abc":

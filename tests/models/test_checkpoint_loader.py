@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tpu_serve.checkpoint import loader
+from tpu_serve.checkpoint import accounting
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.config import ConfigError
@@ -178,7 +178,8 @@ def test_progress_counts_bytes_of_the_checkpoint(mesh, tmp_path):
 @pytest.fixture
 def no_reading(monkeypatch):
     """Fails the test when any tensor's values are read."""
-    monkeypatch.setattr(SafetensorsFolder, "read", lambda self, name: pytest.fail(f"{name} was read"))
+    for method in ("read", "read_part"):
+        monkeypatch.setattr(SafetensorsFolder, method, lambda self, name, *_: pytest.fail(f"{name} was read"))
 
 
 def test_gaps_are_found_before_reading(mesh, no_reading):
@@ -223,8 +224,8 @@ def test_leftovers_are_found_before_reading(mesh, no_reading):
     with pytest.raises(ConfigError) as caught:
         load(norm, FIXTURE, mesh)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 1 + loader.MAX_NAMES + 1
-    assert lines[-1] == f"  … and {len(SafetensorsFolder(FIXTURE).names) - 1 - loader.MAX_NAMES} more"
+    assert len(lines) == 1 + accounting.MAX_NAMES + 1
+    assert lines[-1] == f"  … and {len(SafetensorsFolder(FIXTURE).names) - 1 - accounting.MAX_NAMES} more"
 
 
 def test_both_layouts_at_once_are_leftovers(mesh, tmp_path):

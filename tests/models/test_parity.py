@@ -1,85 +1,34 @@
 """Every model family against goldens made with transformers: logits, hidden states, routing."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FIXTURES, LOGIT_TOLERANCE, MODELS
+from golden_models import BACKENDS, backend_for, forward, load_fixture
 
-from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
 from tpu_serve.device.params import abstract, num_bytes, num_params, random_init
 from tpu_serve.hf_config import read_config
-from tpu_serve.layers.moe.backends import Dense, Ragged
 from tpu_serve.models.registry import build_model
-
-BACKENDS = {
-    "dense": Dense(),
-    "ragged blocks": Ragged(chip_is_tpu=False),
-    "ragged_dot": Ragged(chip_is_tpu=True),
-}
-
-
-def causal_attention(q, k, v, cache):
-    """Plain attention over one whole sequence, written independently of the paged one."""
-    group = q.shape[1] // k.shape[1]
-    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    scores = jnp.einsum("qhd,khd->hqk", q, k) / np.float32(np.sqrt(q.shape[-1]))
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
-    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v), cache
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request):
-    folder = FIXTURES / request.param
-    model = build_model(read_config(folder))
-    params = load_params(
-        model.param_specs(jnp.float32),
-        folder,
-        make_mesh(jax.devices()[:1]),
-        DEFAULT_RULES,
-        ignore=model.ignored_weights,
-    )
-    return model, params, np.load(folder / "golden.npz")
-
-
-ROWS = 144
-"""Every prompt is padded to this, so that one program a backend and model serves all tests."""
-
-
-@functools.cache
-def compiled(model, backend):
-    def run(params, token_ids, num_tokens):
-        is_token = jnp.arange(ROWS) < num_tokens
-        positions = jnp.where(is_token, jnp.arange(ROWS), 0)
-        caches = [None] * model.cache_layout(jnp.float32).num_layers
-        hidden, _ = model.forward(params, token_ids, positions, is_token, caches, causal_attention, backend)
-        return hidden, model.logits(params, hidden)
-
-    return jax.jit(run)
-
-
-def forward(model, params, prompt, backend, garbage=7):
-    """Hidden states and logits of one prompt; the rows after it hold a token that is not part of it."""
-    token_ids = np.full(ROWS, garbage, np.int32)
-    token_ids[: len(prompt)] = prompt
-    hidden, logits = compiled(model, backend)(params, token_ids, len(prompt))
-    return hidden[: len(prompt)], logits[: len(prompt)]
+    return load_fixture(request.param)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prompt", [0, 1, 2])
 def test_logits_equal_transformers(checkpoint, prompt, backend):
     model, params, golden = checkpoint
-    _, logits = forward(model, params, golden[f"prompt_{prompt}"], BACKENDS[backend])
+    _, logits = forward(model, params, golden[f"prompt_{prompt}"], backend_for(model, backend))
     np.testing.assert_allclose(logits, golden[f"logits_{prompt}"], atol=LOGIT_TOLERANCE, rtol=0)
 
 
 def test_last_hidden_state_equals_transformers(checkpoint):
     model, params, golden = checkpoint
-    hidden, _ = forward(model, params, golden["prompt_0"], BACKENDS["dense"])
+    hidden, _ = forward(model, params, golden["prompt_0"], backend_for(model, "dense"))
     np.testing.assert_allclose(hidden, golden["hidden_0"][-1], atol=LOGIT_TOLERANCE, rtol=0)
 
 
@@ -91,15 +40,14 @@ def test_routing_equals_transformers(checkpoint):
         jax.debug.callback(
             lambda ids, share: seen.append((ids, share)), routing.expert_ids, routing.weights, ordered=True
         )
-        return BACKENDS["dense"](x, routing, weights)
+        return backend_for(model, "dense")(x, routing, weights)
 
     hidden, _ = forward(model, params, golden["prompt_0"], spy)
     hidden.block_until_ready()
     jax.effects_barrier()
-    assert len(seen) == len(golden["router_ids_0"])
-    for (ids, weights), golden_ids, golden_weights in zip(
-        seen, golden["router_ids_0"], golden["router_weights_0"], strict=True
-    ):
+    golden_ids_of, golden_weights_of = (golden[f"router_{name}_0"] if model.moe else () for name in ("ids", "weights"))
+    assert len(seen) == len(golden_ids_of)
+    for (ids, weights), golden_ids, golden_weights in zip(seen, golden_ids_of, golden_weights_of, strict=True):
         num_tokens = len(golden_ids)
         np.testing.assert_array_equal(ids[:num_tokens], golden_ids)
         np.testing.assert_allclose(weights[:num_tokens], golden_weights, atol=1e-5)
@@ -110,7 +58,9 @@ def test_routing_equals_transformers(checkpoint):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_rows_change_no_real_token(checkpoint, backend):
     model, params, golden = checkpoint
-    one, other = (forward(model, params, golden["prompt_0"], BACKENDS[backend], garbage)[1] for garbage in (7, 300))
+    one, other = (
+        forward(model, params, golden["prompt_0"], backend_for(model, backend), garbage)[1] for garbage in (7, 300)
+    )
     np.testing.assert_array_equal(one, other)
     np.testing.assert_allclose(one, golden["logits_0"], atol=LOGIT_TOLERANCE, rtol=0)
 
@@ -142,5 +92,6 @@ def test_random_init_depends_on_seed_and_path_only(checkpoint):
     first, again, other = (random_init(specs, mesh, DEFAULT_RULES, seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first["embedding"], again["embedding"])
     assert not np.array_equal(first["embedding"], other["embedding"])
-    experts = first["layers"][0]["experts"]
-    assert not np.array_equal(experts["gate_up"][0], experts["gate_up"][1])
+    if model.moe is not None:
+        experts = next(layer["experts"] for layer in first["layers"] if "experts" in layer)
+        assert not np.array_equal(experts["gate_up"][0], experts["gate_up"][1])

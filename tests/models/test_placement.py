@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from cases import FIXTURES
 
 from tpu_serve.checkpoint.loader import load_params
@@ -51,7 +52,7 @@ def test_plan_counts_what_every_device_holds(name, num_devices, copied, caplog):
     assert (f"Every one of the {num_devices} devices holds all of these" in caplog.text) == bool(copied)
     assert all(axis in caplog.text for axis in copied)
     params = random_init(placement.specs, placement.mesh, placement.rules)
-    caches = placement.cache_layout.allocate(5, 16, placement.mesh, placement.rules)
+    caches = placement.cache_layout.allocate((5,), 16, 1, placement.mesh, placement.rules)
     for device in jax.devices()[:num_devices]:
         assert bytes_on(device, params) == placement.param_bytes
         assert bytes_on(device, caches) == 5 * placement.cache_on_one_device.page_bytes(16)
@@ -65,8 +66,8 @@ def test_the_share_of_each_device_is_what_the_plan_is_made_with():
     mesh = make_mesh(jax.devices()[:4])
     assert num_bytes(specs) == 4 * (64 + 10)
     assert num_bytes_per_device(specs, mesh, DEFAULT_RULES) == 4 * (16 + 10)
-    layout = CacheLayout(3, 8, 16, jnp.bfloat16)
-    assert layout.on_one_device(mesh, DEFAULT_RULES) == CacheLayout(3, 2, 16, jnp.bfloat16)
+    layout = CacheLayout.uniform(3, 8, 16, jnp.bfloat16)
+    assert layout.on_one_device(mesh, DEFAULT_RULES) == CacheLayout.uniform(3, 2, 16, jnp.bfloat16)
     assert layout.on_one_device(mesh, {}) == layout
 
 
@@ -76,7 +77,7 @@ def test_simulated_devices_share_the_memory_of_the_host():
 
 
 def test_weights_too_large_for_a_tpu_name_the_option_that_helps():
-    layout = CacheLayout(4, 2, 32, jnp.bfloat16)
+    layout = CacheLayout.uniform(4, 2, 32, jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"need 40.00 GiB on each device.*On more devices \(--tensor-parallel-size\)"):
         make_plan(EngineConfig(), 2048, 40 * 2**30, layout, TPU_CHIPS["v6e"])
     with pytest.raises(ConfigError, match=r"KV cache of 9000000 pages.*On more devices \(--tensor-parallel-size\)"):
@@ -110,10 +111,12 @@ def test_random_weights_do_not_depend_on_padding():
 
 
 def test_a_checkpoint_with_another_number_of_experts_is_still_refused(tmp_path):
-    spec = ParamSpec((3, 2), jnp.float32, ("experts", None), (Source(("x",), lambda arrays: arrays[0]),))
+    spec = ParamSpec((3, 2), jnp.float32, ("experts", None), (Source(("x",)),))
     (padded_spec,) = padded([spec], "experts", 2)
-    assert padded_spec.sources[0].transform([np.ones((3, 2), np.float32)]).shape == (4, 2)
-    assert padded_spec.sources[0].transform([np.ones((4, 2), np.float32)[:2]]).shape == (2, 2)
+    for num_experts in (2, 4):
+        safetensors.numpy.save_file({"x": np.ones((num_experts, 2), np.float32)}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"shape \[{num_experts}, 2\], but the model expects \[3, 2\]"):
+            load_params([padded_spec], tmp_path, make_mesh(jax.devices()[:2]), DEFAULT_RULES)
 
 
 def tpu(number):

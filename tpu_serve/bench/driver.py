@@ -72,12 +72,13 @@ class Driver:
         scheduler, largest = self.core.scheduler, max(batch_sizes)
         check_context(num_tokens, scheduler.max_model_len)
         check_batch(largest, scheduler.max_num_seqs)
-        num_pages = largest * -(-num_tokens // scheduler.pool.page_size)
-        if num_pages > scheduler.pool.num_usable:
-            raise ConfigError(
-                f"A batch of {largest} with {num_tokens} tokens each needs {num_pages} pages of the KV cache; "
-                f"{scheduler.pool.num_usable} are there. Raise --num-pages or --kv-cache-memory-bytes, or take a smaller --batch-size."
-            )
+        for pool in scheduler.cache.pools:
+            num_pages = largest * pool.most_pages(num_tokens, scheduler.max_num_batched_tokens)
+            if num_pages > pool.num_usable:
+                raise ConfigError(
+                    f"A batch of {largest} with {num_tokens} tokens each needs {num_pages} pages of the KV cache; "
+                    f"{pool.num_usable} are there. Raise --num-pages or --kv-cache-memory-bytes, or take a smaller --batch-size."
+                )
 
     def run(self, batch_size: int, input_len: int, output_len: int) -> Run:
         """Adds `batch_size` random prompts at once and steps until each has `output_len` tokens.

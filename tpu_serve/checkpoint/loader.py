@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from tpu_serve.checkpoint.accounting import TensorFiles, check_header, choose_sources
+from tpu_serve.checkpoint.placing import PIECE_BYTES, Share, Transfers
+from tpu_serve.checkpoint.quantising import OnQuantised, RowQuantiser
+from tpu_serve.checkpoint.reading import Box, WeightReader, grown
 from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.config import ConfigError
-from tpu_serve.device.mesh import AxisRules, named_sharding
-from tpu_serve.device.params import ParamSpec, Source, iterate, map_specs
+from tpu_serve.device.mesh import AxisRules
+from tpu_serve.device.params import ParamSpec, iterate, map_specs
 
-MAX_NAMES = 10
-"""Most tensors that an error lists."""
+NUM_THREADS = 4
+"""That read. One keeps a local disk busy; storage behind a network wants several requests at a time."""
 
 
 def load_params(
     specs: Any,
-    folder: Path,
+    files: Path | TensorFiles,
     mesh: Mesh,
     rules: AxisRules,
     *,
     ignore: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    on_quantised: OnQuantised | None = None,
 ) -> Any:
-    """The tree of `specs` as device arrays read from `folder`.
+    """The tree of `specs` as device arrays read from a checkpoint.
 
     Each weight comes from the first of its sources whose tensors all exist and have the shape that it names. Everything that can be
-    known from the files' headers is checked before any value is read. On the host there is never more than one weight at a time.
+    known from the files' headers is checked before any value is read. A device's share of a weight is read, transformed and sent alone;
+    the host holds about twice `PIECE_BYTES` of them, as far as sources can be read in parts. Weights with a format are quantised row by
+    row from float32; where the checkpoint view has a method `stored` and what it gives fits the format, they keep every bit.
 
     Args:
       specs: nested dicts and lists of ParamSpec.
+      files: a folder, or one that is open, or a view of one.
       ignore: patterns (`model.visual.*`) of tensors that the model knows and does not want.
-      progress: called with (bytes read, bytes in all) of the checkpoint, at the start and after each weight.
+      progress: called with (bytes read, bytes in all) of the checkpoint, at the start and after each piece of a weight.
+      on_quantised: called with the path of each weight that has a format, and the relative error that this cost.
 
     Raises:
-      ConfigError: weights without tensors, tensors that nobody wants, a shape or type that does not fit, a broken file, or a
-        mesh that cannot split a weight.
+      ConfigError: weights without tensors, tensors that nobody wants, a shape or type that does not fit, a broken file, a value that is
+        not finite and has to be quantised, or a mesh that cannot split a weight.
     """
-    files = SafetensorsFolder(folder)
-    sources = _choose_sources(files, specs, ignore)
+    if isinstance(files, Path):
+        files = SafetensorsFolder(files)
+    sources = choose_sources(files, specs, ignore)
     for path, spec in iterate(specs):
-        _check_header(files, path, spec, sources[path])
-    shardings = {path: _sharding(path, spec, mesh, rules) for path, spec in iterate(specs)}
-    sizes = {path: sum(map(files.num_bytes, source.keys)) for path, source in sources.items()}
-    done, total = 0, sum(sizes.values())
+        check_header(files, path, spec, sources[path])
+    shardings = {path: _shardings(path, spec, mesh, rules) for path, spec in iterate(specs)}
+    total = sum(files.num_bytes(key) for source in sources.values() for key in source.keys)
+    done = 0
 
     def report(num_bytes: int) -> None:
         nonlocal done
@@ -59,122 +68,100 @@ def load_params(
         if progress is not None:
             progress(done, total)
 
-    def load(path: str, spec: ParamSpec) -> jax.Array:
-        placed = jax.device_put(_host_array(files, path, spec, sources[path]), shardings[path])
-        placed.block_until_ready()  # the host copy lives until the transfer ends
-        report(sizes[path])
-        return placed
+    transfers = Transfers()
+    with ThreadPoolExecutor(NUM_THREADS, "weights") as pool:
 
-    report(0)
-    return map_specs(load, specs)
+        def load(path: str, spec: ParamSpec) -> Any:
+            reader = WeightReader(files, path, spec, sources[path], pool, NUM_THREADS)
+            quantiser = None if spec.format is None else RowQuantiser(reader, spec.format)
+            loaded = _load(reader, quantiser, shardings[path], transfers, report)
+            if quantiser is not None and on_quantised is not None:
+                on_quantised(path, quantiser.error)
+            return loaded
 
-
-def _choose_sources(files: SafetensorsFolder, specs: Any, ignore: Sequence[str]) -> dict[str, Source]:
-    """Weight path to the source it is read from.
-
-    Raises:
-      ConfigError: a weight has no complete source, or a tensor is in none and not ignored.
-    """
-    chosen: dict[str, Source] = {}
-    wanted: set[str] = set()
-    gaps: list[str] = []
-    for path, spec in iterate(specs):
-        complete = [source for source in spec.sources if all(key in files for key in source.keys)]
-        if complete:
-            # Two layouts may have names in common; where no shape fits, the first is the one to complain about.
-            chosen[path] = next((source for source in complete if _fits(files, source)), complete[0])
-            wanted.update(chosen[path].keys)
-        else:
-            # The layout that is nearly there is the one that was meant; the first is the most usual.
-            nearest = min(
-                spec.sources, key=lambda source: sum(key not in files for key in source.keys) / len(source.keys)
-            )
-            gaps += [key for key in nearest.keys if key not in files]
-            wanted.update(key for source in spec.sources for key in source.keys)
-    leftovers = [
-        name for name in files.names if name not in wanted and not any(fnmatchcase(name, pattern) for pattern in ignore)
-    ]
-    if gaps or leftovers:
-        raise ConfigError(_account(files, list(dict.fromkeys(gaps)), sorted(leftovers)))
-    return chosen
+        report(0)
+        params = map_specs(load, specs)
+    transfers.wait()
+    return params
 
 
-def _fits(files: SafetensorsFolder, source: Source) -> bool:
-    return source.shape is None or all(files.info(key)[1] == source.shape for key in source.keys)
-
-
-def _account(files: SafetensorsFolder, gaps: list[str], leftovers: list[str]) -> str:
-    """The error about tensors that are missing or that nobody wants."""
-    parts = []
-    if gaps:
-        candidates = leftovers or sorted(files.names)
-        parts.append(
-            f"{files.folder} lacks weights that the model needs ({len(gaps)}):"
-            + _listed(f"{name}{_nearest(name, candidates)}" for name in gaps[:MAX_NAMES])
-            + _more(gaps)
-        )
-    if leftovers:
-        parts.append(
-            f"{files.folder} holds tensors that the model does not know ({len(leftovers)}):"
-            + _listed(leftovers[:MAX_NAMES])
-            + _more(leftovers)
-        )
-    return "\n".join(parts)
-
-
-def _listed(lines: Iterable[str]) -> str:
-    return "".join(f"\n  {line}" for line in lines)
-
-
-def _more(names: Sequence[str]) -> str:
-    return f"\n  … and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-    # A big model has tens of thousands of names; those that end alike are the likely ones.
-    end = name.rsplit(".", 2)[-2:]
-    alike = [candidate for candidate in candidates if candidate.rsplit(".", 2)[-2:] == end] or candidates
-    near = difflib.get_close_matches(name, alike[:1000], n=1)
-    return f" (there is {near[0]})" if near else ""
-
-
-def _sharding(path: str, spec: ParamSpec, mesh: Mesh, rules: AxisRules) -> NamedSharding:
+def _shardings(path: str, spec: ParamSpec, mesh: Mesh, rules: AxisRules) -> tuple[NamedSharding, ...]:
     try:
-        return named_sharding(mesh, rules, spec.axes, spec.shape)
+        return spec.shardings(mesh, rules)
     except ValueError as error:
         raise ConfigError(f"The weight {path} cannot be placed: {error}.") from None
 
 
-def _check_header(files: SafetensorsFolder, path: str, spec: ParamSpec, source: Source) -> None:
-    """Raises ConfigError where a tensor's shape or type cannot be that of its weight."""
-    for key in source.keys:
-        stored, shape = files.info(key)
-        found = f"{stored}{list(shape)}"
-        if source.shape is not None and shape != source.shape:
-            raise ConfigError(
-                f"{key} in {files.folder} is {found}, but the model expects the shape {list(source.shape)} for its weight {path}. "
-                f"config.json and the weights are not of one model."
-            )
-        if jnp.issubdtype(spec.dtype, jnp.floating) and not jnp.issubdtype(stored, jnp.floating):
-            raise ConfigError(
-                f"{key} in {files.folder} is {found}, but the weight {path} is {jnp.dtype(spec.dtype)}. Is it quantised?"
-            )
+def _load(
+    reader: WeightReader,
+    quantiser: RowQuantiser | None,
+    shardings: tuple[NamedSharding, ...],
+    transfers: Transfers,
+    report: Callable[[int], None],
+) -> Any:
+    """One weight, share by share."""
+    spec, axis = reader.spec, 0 if quantiser else reader.axis
+    placed: list[list[jax.Array]] = [[] for _ in spec.arrays]
+    num_read = num_values = 0
+    for box, devices in _shares(shardings[0], spec.shape):
+        shares = [
+            Share(sharding.shard_shape(array.shape), axis, devices, transfers)
+            for array, sharding in zip(spec.arrays, shardings, strict=True)
+        ]
+        for piece in _pieces(box, axis, np.dtype(spec.arrays[0].dtype).itemsize):
+            if quantiser is None:
+                hosts: tuple[np.ndarray, ...] = (_plain(reader, piece),)
+            else:
+                hosts = quantiser.rows(piece[0].start, piece[0].stop)
+            for share, host in zip(shares, hosts, strict=True):
+                share.put(host, piece[axis].start - box[axis].start if piece else 0)
+            num_values += math.prod(one.stop - one.start for one in _given(piece, spec))
+            now = reader.num_bytes * num_values // max(1, math.prod(spec.given))
+            report(now - num_read)
+            num_read = now
+        for arrays, share in zip(placed, shares, strict=True):
+            arrays += share.arrays
+    return spec.made_of(
+        [
+            jax.make_array_from_single_device_arrays(array.shape, sharding, arrays)
+            for array, sharding, arrays in zip(spec.arrays, shardings, placed, strict=True)
+        ]
+    )
 
 
-def _host_array(files: SafetensorsFolder, path: str, spec: ParamSpec, source: Source) -> np.ndarray:
-    """One weight with the spec's shape and type, in memory of its own."""
-    names = source.keys[0] + (f" and {len(source.keys) - 1} more" if len(source.keys) > 1 else "")
-    stored = [files.read(key) for key in source.keys]
-    found = ", ".join(sorted({f"{array.dtype}{list(array.shape)}" for array in stored}))
-    try:
-        array = source.transform(stored)
-    except (ValueError, IndexError, TypeError) as error:
-        raise ConfigError(f"{names} in {files.folder} ({found}) cannot become the weight {path}: {error}.") from None
-    if array.shape != spec.shape:
-        raise ConfigError(
-            f"{names} in {files.folder} ({found}) gives the weight {path} shape {list(array.shape)}, but the model expects "
-            f"{list(spec.shape)}. config.json and the weights are not of one model."
-        )
-    array = array.astype(jnp.dtype(spec.dtype), order="C", copy=False)
-    # On CPU the device array may be this very memory: it must not be the file's, which someone may overwrite.
-    return array if array.flags.writeable else array.copy()
+def _shares(sharding: NamedSharding, shape: tuple[int, ...]) -> Iterator[tuple[Box, list[jax.Device]]]:
+    """The parts into which an array is split, and the devices that hold each."""
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        ends = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+        holders.setdefault(ends, []).append(device)
+    for ends, devices in holders.items():
+        yield tuple(slice(*pair) for pair in ends), devices
+
+
+def _pieces(box: Box, axis: int, item_bytes: int) -> Iterator[Box]:
+    """A share in equal pieces along an axis, so that few programs have to be compiled that put them together."""
+    num_bytes = item_bytes * math.prod(one.stop - one.start for one in box)
+    if num_bytes <= PIECE_BYTES:
+        yield box
+        return
+    start, stop = box[axis].start, box[axis].stop
+    count = min(-(-num_bytes // PIECE_BYTES), stop - start)
+    step = -(-(stop - start) // count)
+    for at in range(start, stop, step):
+        yield (*box[:axis], slice(at, min(at + step, stop)), *box[axis + 1 :])
+
+
+def _given(box: Box, spec: ParamSpec) -> Box:
+    """What of a part is not padding."""
+    return tuple(slice(min(one.start, size), min(one.stop, size)) for one, size in zip(box, spec.given, strict=True))
+
+
+def _plain(reader: WeightReader, box: Box) -> np.ndarray:
+    """A part of a weight, with zeros behind what the checkpoint gives."""
+    shape = tuple(one.stop - one.start for one in box)
+    given = _given(box, reader.spec)
+    if any(one.start == one.stop for one in given):
+        return np.zeros(shape, np.dtype(reader.spec.dtype))
+    return grown(reader.read(given), shape)

@@ -22,16 +22,20 @@ def layer_of_checkpoint(model: str | None, format: str | None) -> tuple[str, MoE
     """
 
     from tpu_serve.checkpoint.folder import resolve
+    from tpu_serve.checkpoint.quantised.scheme import read_scheme
     from tpu_serve.hf_config import read_config
     from tpu_serve.layers.moe.backends import layer_of
     from tpu_serve.models.registry import build_model
 
     config = read_config(resolve(model or str(EMBEDDED_MODEL), None, weights=False))
-    if format is None and config.get("quantization_config", None) is not None:
+    if format is None and read_scheme(config) is not None:
         raise ConfigError("config.json: the checkpoint is quantised; name the weights' format with --format.")
     dtype = config.get("dtype", "bfloat16")
     dtype = dtype if dtype == "float32" else "bfloat16"
-    layer = layer_of(build_model(config).moe, dtype)
+    moe = build_model(config).moe
+    if moe is None:
+        raise ConfigError(f"{config.architecture} has no experts, and so no plan for them.")
+    layer = layer_of(moe, dtype)
     if format is not None:
         layer = dataclasses.replace(layer, format=format, dtype="float32" if format == "float32" else "bfloat16")
     return model or EMBEDDED_MODEL.name, layer

@@ -37,6 +37,18 @@ class ModelOptions:
         "type of weights and activations; 'auto' is the checkpoint's own",
         choices=("auto", "bfloat16", "float32"),
     )
+    quantization: str = option(
+        "none",
+        "quantise the experts of an unquantised checkpoint while it is loaded: 'int8', or 'fp8' (e4m3); quantised checkpoints need no option",
+        aliases=("-q",),
+        choices=("none", "int8", "fp8"),
+    )
+    requantize: str = option(
+        "auto",
+        "what becomes of a quantised checkpoint's experts: 'auto' takes the format that the chip multiplies fastest and logs the error that this "
+        "costs, 'off' keeps their values, widened where the chip has no arithmetic for them",
+        choices=("auto", "off"),
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus answer in tokens (k and m suffixes allowed); the model's own limit when left out",
@@ -75,6 +87,11 @@ class CacheOptions:
         "pages of the KV cache; computed from the memory limits when left out",
         aliases=("--num-gpu-blocks-override",),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of keys and values in the cache: 'auto' is the model's; 'fp8' (e4m3) and 'int8' keep a float32 scale for each token and head",
+        choices=("auto", "fp8", "fp8_e4m3", "int8"),
+    )
     kv_cache_memory_bytes: int | None = option(
         None, "memory for the KV cache on each device (k, m, g suffixes allowed)"
     )
@@ -84,15 +101,27 @@ class CacheOptions:
         aliases=("--gpu-memory-utilization", "--hbm-utilization", "--mem-fraction-static"),
     )
     enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
+    num_state_snapshots: int | None = option(
+        None,
+        "for models with recurrent layers: states kept for the prefix cache to go on from; computed from the memory limits when left out",
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_choices(self)
         check_at_least(self, 1, "page_size", "kv_cache_memory_bytes")
         check_at_least(self, 2, "num_pages")
+        check_at_least(self, 0, "num_state_snapshots")
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}.")
         if not 0 < self.device_memory_utilization <= 1:
             raise ConfigError(f"--device-memory-utilization must be in (0, 1], got {self.device_memory_utilization}.")
+
+    @property
+    def stored_type(self) -> str | None:
+        """NumPy's name of the type that keys and values are quantised to, None for the model's own."""
+        return {"auto": None, "int8": "int8"}.get(self.kv_cache_dtype, "float8_e4m3fn")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -76,6 +77,12 @@ class MoEOptions:
                 raise ConfigError(
                     "--warm-up-measure keeps what it finds, and --moe-tiles is for experiments: use one of them."
                 )
+
+    @property
+    def non_default(self) -> tuple[str, ...]:
+        """Options that ask for something; folders of tables only offer it."""
+        names = (item.name for item in dataclasses.fields(self) if item.name != "moe_tuning_dir")
+        return tuple(name for name in names if getattr(self, name) != getattr(MoEOptions(), name))
 
     @property
     def tiles(self) -> dict[str, Any]:

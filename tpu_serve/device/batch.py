@@ -1,6 +1,6 @@
 """What crosses to the device for one step: a ragged batch of mixed prefill chunks and decodes.
 
-Letters: T tokens of the bucket, S sequence rows of the bucket, P pages a sequence can hold.
+Letters: T tokens of the bucket, S sequence rows of the bucket, P pages a sequence can hold, W different windows of attention layers.
 """
 
 from __future__ import annotations
@@ -53,14 +53,17 @@ class Batch:
       from_slot: i32[T], slot whose last sampled token is to be read instead of token_ids, -1 for none.
       positions: i32[T], index of the token in its sequence.
       seq_of_token: i32[T], row in S, -1 for padding.
-      kv_index: i32[T], where the token's key and value go: page * page_size + offset; padding goes to page 0.
-      page_table: i32[S, P].
+      kv_index: i32[W, T], where the token's key and value go: page * page_size + offset; padding goes to page 0.
+      page_table: i32[W, S, P]; page 0 where a sequence has no page any more, behind a window.
       kv_lens: i32[S], tokens of the sequence once this step has run.
       cu_q_lens: i32[S + 1], where each sequence's tokens start in T.
       num_seqs: i32[], rows in use.
       num_tokens: i32[], tokens in use.
       sample_at: i32[S], index in T of the row's last token.
       slots: i32[S], slot that takes the sampled token; out of range where nothing is sampled.
+      state_read: i32[S], row of recurrent state that the sequence starts this step from, -1 for zeros.
+      state_write: i32[S], row that takes its state after this step; out of range for padding.
+      snapshot_write: i32[S], one more such row; out of range where there is none.
       sampling: how each row samples.
     """
 
@@ -76,4 +79,7 @@ class Batch:
     num_tokens: jax.Array
     sample_at: jax.Array
     slots: jax.Array
+    state_read: jax.Array
+    state_write: jax.Array
+    snapshot_write: jax.Array
     sampling: SamplingRows

@@ -17,6 +17,7 @@ DEFAULT_RULES: AxisRules = {
     "vocab": MODEL_AXIS,
     "heads": MODEL_AXIS,
     "kv_heads": MODEL_AXIS,
+    "linear_heads": MODEL_AXIS,
     "mlp": MODEL_AXIS,
     "experts": MODEL_AXIS,
 }

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from tpu_serve.device.mesh import AxisRules, named_sharding
+from tpu_serve.device.quantised import MatrixFormat, QuantisedArray, num_array_bytes, quantise_array
 
 Transform = Callable[[list[np.ndarray]], np.ndarray]
 
@@ -34,17 +34,46 @@ def transposed(arrays: list[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One way a weight may lie in a checkpoint.
+    """One way a weight may lie in a checkpoint, and how it can be read a few rows at a time.
+
+    A transform moves values and computes none. Where the weight has rows, it takes one array that holds any number of them:
+
+    - `keys_per_row` n: n tensors after each other make one row of the weight's leading dimension; the array is [n * rows, *shape].
+    - `row_axis`: the only tensor's values are the rows of this dimension of the weight, one after the other; the array is [rows, ...], the
+      tensor's own dimensions where its first is that of the rows. A tensor that is taken as it is has the rows of its first dimension, and
+      a `transposed` one those of its last, without being told.
 
     Attributes:
       keys: the tensors' names.
-      transform: how they become the weight.
+      transform: how they become the weight: of all arrays, or of one with rows.
       shape: of each of the tensors. A transform may not notice two dimensions in the wrong order.
+      keys_per_row: 0 where rows are not made of tensors.
+      row_axis: None where the transform needs all of the tensors.
     """
 
     keys: tuple[str, ...]
     transform: Transform = _only
     shape: tuple[int, ...] | None = None
+    keys_per_row: int = 0
+    row_axis: int | None = None
+
+    @property
+    def cut_axis(self) -> int | None:
+        """The dimension of the weight along which it can be read in parts, None where it cannot; -1 is the last."""
+        if self.keys_per_row:
+            return 0
+        if self.row_axis is not None or len(self.keys) != 1:
+            return self.row_axis
+        return 0 if self.transform is _only else -1 if self.transform is transposed else None
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array on the device: its shape and type over the whole mesh, and a logical axis name per dimension."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +82,13 @@ class ParamSpec:
 
     Attributes:
       shape: of the array on the device, over the whole mesh.
-      dtype: of the array on the device.
+      dtype: of the array on the device; of what is quantised where the weight has a format.
       axes: a logical axis name per dimension, None for one that is never split.
       sources: the layouts in which checkpoints hold it, most usual first. The first one that is complete is read.
       scale: standard deviation of the random init; None means ones (norm weights).
-      unpadded: the shape before `padded` filled it up with zeros at the ends; None where it did not.
+      unpadded: the shape before `padded` filled it up at the ends; None where it did not.
+      format: of the matrices [K, N] in the last two dimensions; the weight is a `QuantisedArray` then, and only its leading dimensions are
+        split. None for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -66,14 +97,46 @@ class ParamSpec:
     sources: tuple[Source, ...] = field(repr=False)
     scale: float | None = 0.02
     unpadded: tuple[int, ...] | None = None
+    format: MatrixFormat | None = None
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(f"{len(self.axes)} logical axes for shape {self.shape}")
+        if self.format is not None and len(self.shape) < 3:
+            raise ValueError(f"quantised weights are stacks of matrices, not {self.shape}")
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """The array, or values and scale of a quantised weight."""
+        if self.format is None:
+            return (ArraySpec(self.shape, self.dtype, self.axes),)
+        return (
+            ArraySpec(self.shape, self.format.dtype, self.axes),
+            ArraySpec(self.format.scale_shape(self.shape), np.dtype(np.float32), self.format.scale_axes(self.axes)),
+        )
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return self.unpadded or self.shape
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return sum(num_array_bytes(array.shape, array.dtype) for array in self.arrays)
+
+    def made_of(self, arrays: Sequence[Any]) -> Any:
+        """The leaf of a tree of arrays: what `arrays` names, joined where there are two."""
+        return arrays[0] if self.format is None else QuantisedArray(*arrays)
+
+    def shardings(self, mesh: jax.sharding.Mesh, rules: AxisRules) -> tuple[NamedSharding, ...]:
+        """One for each of `arrays`.
+
+        Raises:
+          ValueError: the mesh cannot split the weight so, or would cut through the matrices of a quantised one.
+        """
+        if self.format is not None and (cut := [axis for axis in self.axes[-2:] if axis in rules]):
+            raise ValueError(f"axes {tuple(self.axes)} would split quantised matrices along {cut}")
+        return tuple(named_sharding(mesh, rules, array.axes, array.shape) for array in self.arrays)
 
 
 def iterate(specs: Any, path: str = "") -> Iterator[tuple[str, ParamSpec]]:
@@ -102,10 +165,11 @@ def num_bytes(specs: Any) -> int:
 
 def num_bytes_per_device(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> int:
     """Bytes of what each device of the mesh holds: its share of the weights that are split, and all of the others."""
-    shares = (
-        (named_sharding(mesh, rules, spec.axes, spec.shape).shard_shape(spec.shape), spec) for _, spec in iterate(specs)
+    return sum(
+        num_array_bytes(sharding.shard_shape(array.shape), array.dtype)
+        for _, spec in iterate(specs)
+        for array, sharding in zip(spec.arrays, spec.shardings(mesh, rules), strict=True)
     )
-    return sum(math.prod(shape) * jnp.dtype(spec.dtype).itemsize for shape, spec in shares)
 
 
 def num_params(specs: Any) -> int:
@@ -113,61 +177,54 @@ def num_params(specs: Any) -> int:
 
 
 def padded(specs: Any, axis: str, multiple: int) -> Any:
-    """The same tree with the dimensions of one logical axis filled up with zeros to a multiple.
+    """The same tree with the dimensions of one logical axis filled up with zeros to a multiple; the scales there are 1.
 
     Checkpoints do not hold the padding: it is put behind what they give. Random weights are those of the tree without it.
     """
 
     def pad(_: str, spec: ParamSpec) -> ParamSpec:
-        widths = [
-            (0, -size % multiple if name == axis else 0) for name, size in zip(spec.axes, spec.shape, strict=True)
-        ]
-        if not any(end for _, end in widths):
-            return spec
-        shape = tuple(size + end for size, (_, end) in zip(spec.shape, widths, strict=True))
-        sources = tuple(
-            dataclasses.replace(one, transform=_then_pad(one.transform, spec.shape, widths)) for one in spec.sources
+        shape = tuple(
+            size + (-size % multiple if name == axis else 0) for name, size in zip(spec.axes, spec.shape, strict=True)
         )
-        return dataclasses.replace(spec, shape=shape, sources=sources, unpadded=spec.unpadded or spec.shape)
+        return spec if shape == spec.shape else dataclasses.replace(spec, shape=shape, unpadded=spec.given)
 
     return map_specs(pad, specs)
 
 
-def _then_pad(transform: Transform, shape: tuple[int, ...], widths: list[tuple[int, int]]) -> Transform:
-    def padded_transform(arrays: list[np.ndarray]) -> np.ndarray:
-        array = transform(arrays)
-        # Anything else is handed on as it is: the loader names a shape that does not fit.
-        return np.pad(array, widths) if array.shape == shape else array
-
-    return padded_transform
-
-
 def abstract(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> Any:
     """Shapes, dtypes and shardings without arrays: what ahead-of-time compilation needs."""
-    return map_specs(
-        lambda _, spec: jax.ShapeDtypeStruct(
-            spec.shape, spec.dtype, sharding=named_sharding(mesh, rules, spec.axes, spec.shape)
-        ),
-        specs,
-    )
+
+    def describe(_: str, spec: ParamSpec) -> Any:
+        return spec.made_of(
+            [
+                jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+                for array, sharding in zip(spec.arrays, spec.shardings(mesh, rules), strict=True)
+            ]
+        )
+
+    return map_specs(describe, specs)
 
 
 def random_array(path: str, spec: ParamSpec, seed: int) -> np.ndarray:
-    """Random values that depend only on the seed, the weight's path and its shape without padding."""
-    if spec.unpadded is not None:
-        values = random_array(path, dataclasses.replace(spec, shape=spec.unpadded, unpadded=None), seed)
-        return np.pad(values, [(0, size - given) for size, given in zip(spec.shape, spec.unpadded, strict=True)])
+    """Random values in `dtype`, before any quantising, that depend only on the seed, the weight's path and its shape without padding."""
     if spec.scale is None:
-        return np.ones(spec.shape, spec.dtype)
-    generator = np.random.default_rng([seed & (2**63 - 1), zlib.crc32(path.encode())])
-    return (generator.standard_normal(spec.shape, np.float32) * np.float32(spec.scale)).astype(spec.dtype)
+        values = np.ones(spec.given, spec.dtype)
+    else:
+        generator = np.random.default_rng([seed & (2**63 - 1), zlib.crc32(path.encode())])
+        values = (generator.standard_normal(spec.given, np.float32) * np.float32(spec.scale)).astype(spec.dtype)
+    return np.pad(values, [(0, size - given) for size, given in zip(spec.shape, spec.given, strict=True)])
 
 
 def random_init(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules, seed: int = 0) -> Any:
     """A tree of device arrays with random values, placed as the specs say."""
 
-    def place(path: str, spec: ParamSpec) -> jax.Array:
-        sharding: NamedSharding = named_sharding(mesh, rules, spec.axes, spec.shape)
-        return jax.device_put(random_array(path, spec, seed), sharding)
+    def place(path: str, spec: ParamSpec) -> Any:
+        values = random_array(path, spec, seed)
+        if spec.format is None:
+            arrays: tuple[Any, ...] = (values,)
+        else:
+            quantised = quantise_array(values[tuple(map(slice, spec.given))], spec.shape, spec.format)
+            arrays = quantised.values, quantised.scale
+        return spec.made_of([jax.device_put(*pair) for pair in zip(arrays, spec.shardings(mesh, rules), strict=True)])
 
     return map_specs(place, specs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
+from tpu_serve.checkpoint.progress import LoadProgress
+from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
+from tpu_serve.checkpoint.quantising import quantised
 from tpu_serve.config import ConfigError, EngineConfig
-from tpu_serve.device.chip import GIB
+from tpu_serve.device.chip import GIB, chip_of
 from tpu_serve.device.devices import take_devices
 from tpu_serve.device.mesh import replicated
 from tpu_serve.device.params import num_params, random_init
@@ -24,17 +28,23 @@ from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan, make_plan
+from tpu_serve.engine.quantisation import ExpertFormat, QuantisationErrors, choose_format
 from tpu_serve.engine.warm_up import WarmUp
 from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
+from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.layers.attention import pages_per_block
 from tpu_serve.layers.moe.backends import choose_backend
+from tpu_serve.layers.moe.routing import ExpertWeights, Routing
+from tpu_serve.models.base import Model
 from tpu_serve.models.registry import build_model
 from tpu_serve.moe_plan.rows import rows_of
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import num_cache_hits
 from tpu_serve.runner.model_runner import DeviceState, ModelRunner
+from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
-from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.scheduler import Scheduler, num_slots
+from tpu_serve.scheduler.snapshots import Snapshots
 from tpu_serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,20 +67,29 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     dummy = config.model.load_format == "dummy"
     folder = resolve(config.model.source, config.model.revision, weights=not dummy)
     hf_config = read_config(folder, config.model.hf_overrides)
-    if (quantization := hf_config.get("quantization_config", None)) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"config.json: quantised checkpoints ({method}) are not supported; use the unquantised one.")
     model = build_model(hf_config)
     dtype = _dtype(config, hf_config)
+    devices = take_devices(config.parallel)
+    format = choose_format(config.model, hf_config, chip_of(devices[0]))
     specs = model.param_specs(dtype)
-    placement = Placement.over(take_devices(config.parallel), specs, model.cache_layout(dtype))
+    if model.moe is None:
+        _check_dense(config, hf_config)
+    elif format.name is not None:
+        specs = quantised(specs, FORMATS[format.name])
+    placement = Placement.over(devices, specs, model.cache_layout(dtype).stored_as(config.cache.stored_type))
     chip, mesh, rules = placement.chip, placement.mesh, placement.rules
-    rows = rows_of(chip.name, config.moe.tuning_folders)
-    experts = choose_backend(config.moe, model.moe, chip, mesh, dtype.name, rows)
-    placement = placement.padded_for(experts.padding)
+    experts = None
+    if model.moe is not None:
+        rows = rows_of(chip.name, config.moe.tuning_folders)
+        layer = dataclasses.replace(model.moe, format=format.name)
+        experts = choose_backend(config.moe, layer, chip, mesh, dtype.name, rows)
+        placement = placement.padded_for(experts.padding)
+        logger.info("Experts are %s: %s", format.name or dtype.name, format.reason)
     plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
-    experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
-    warm_up = WarmUp(config.moe, experts, plan.buckets) if config.moe.warm_up_measure else None
+    warm_up = None
+    if experts is not None:
+        experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
+        warm_up = WarmUp(config.moe, experts, plan.buckets) if config.moe.warm_up_measure else None
     on_phase("tokenizer", 0.0)
     tokenizer = _tokenizer(config, folder)
     info = ModelInfo(
@@ -90,27 +109,29 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     if dummy:
         params = random_init(placement.specs, mesh, rules, config.model.seed)
     else:
-        params = load_params(
-            placement.specs, folder, mesh, rules, ignore=(*model.ignored_weights, *_cut_layers(folder, hf_config)),
-            progress=lambda done, total: on_phase("weights", done / max(1, total)),
-        )  # fmt: skip
+        params = _load(config, hf_config, model, placement, format, on_phase)
     if warm_up is not None:
         on_phase("measure", 0.0)
         experts = warm_up.run(params)
     on_phase("compile", 0.0)
+    windows = placement.cache_layout.windows
     scheduler = Scheduler(
-        PagePool(plan.num_pages, plan.page_size),
+        Cache(
+            [PagePool(count, plan.page_size, window) for count, window in zip(plan.num_pages, windows, strict=True)],
+            None if plan.num_snapshots is None else Snapshots(plan.num_snapshots),
+        ),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
+    num_state_rows = scheduler.num_slots + (plan.num_snapshots or 0)
     state = DeviceState(
-        placement.cache_layout.allocate(plan.num_pages, plan.page_size, mesh, rules),
+        placement.cache_layout.allocate(plan.num_pages, plan.page_size, num_state_rows, mesh, rules),
         jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
-    runner = ModelRunner(model, params, state, experts, layouts, min(tokenizer.vocab_size, model.vocab_size))
+    runner = ModelRunner(model, params, state, experts or _no_experts, layouts, windows, min(tokenizer.vocab_size, model.vocab_size))
     started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     logger.info(
@@ -118,7 +139,9 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         len(plan.buckets), ", ".join(map(str, plan.buckets)), time.perf_counter() - started, num_cache_hits() - hits,
     )  # fmt: skip
     core = EngineCore(scheduler, runner)
-    return Engine(config, info, Intake(info, config.model.seed), core, tokenizer, experts.planner.counts())
+    return Engine(
+        config, info, Intake(info, config.model.seed), core, tokenizer, experts.planner.counts() if experts else {}
+    )
 
 
 def _set_up_compile_cache(config: EngineConfig) -> None:
@@ -141,10 +164,45 @@ def _set_up_compile_cache(config: EngineConfig) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def _no_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    raise AssertionError("a dense model calls no experts")
+
+
+def _check_dense(config: EngineConfig, hf_config: HFConfig) -> None:
+    """Raises ConfigError where an option is about experts, which the model does not have."""
+    asked = config.moe.non_default + (("quantization",) if config.model.quantization != "none" else ())
+    if asked:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise ConfigError(f"{hf_config.architecture} has no experts, which {flags} would be about: leave that out.")
+
+
+def _load(
+    config: EngineConfig, hf_config: HFConfig, model: Model, placement: Placement, format: ExpertFormat, on_phase: Phase
+) -> Any:
+    """The weights of the checkpoint on the devices."""
+    files = open_checkpoint(hf_config.folder, hf_config)
+    if isinstance(files, DequantisedFolder):
+        logger.info("The checkpoint is quantised: %s. All but the experts is restored", files.scheme)
+        if files.unused:
+            logger.info("Scales of activations and of the KV cache are not used: %d tensors", len(files.unused))
+    line, errors = LoadProgress(logger.info), QuantisationErrors()
+
+    def progress(done: int, total: int) -> None:
+        line(done, total)
+        on_phase("weights", done / max(1, total))
+
+    params = load_params(
+        placement.specs, files, placement.mesh, placement.rules, progress=progress, on_quantised=errors,
+        ignore=(*model.ignored_weights, *_cut_layers(hf_config.folder, hf_config)),
+    )  # fmt: skip
+    errors.report(format)
+    return params
+
+
 def _cut_layers(folder: Path, hf_config: HFConfig) -> tuple[str, ...]:
     """Patterns of the tensors of layers that --hf-overrides cut off: those are left out on purpose."""
     kept, whole = (one.get("num_hidden_layers", kind=int) for one in (hf_config, read_config(folder)))
-    return tuple(f"model.layers.{layer}.*" for layer in range(kept, whole))
+    return tuple(f"*.layers.{layer}.*" for layer in range(kept, whole))
 
 
 def _dtype(config: EngineConfig, hf_config: HFConfig) -> Any:
@@ -195,10 +253,21 @@ def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any)
         info.architecture, info.num_params / 1e6, placement.param_bytes / GIB, dtype.name,
         name if count == 1 else f"each of {count} {name} devices",
     )  # fmt: skip
-    cache_tokens = (plan.num_pages - 1) * plan.page_size
-    cache_bytes = plan.num_pages * placement.cache_on_one_device.page_bytes(plan.page_size)
+    layout, demand = placement.cache_on_one_device, plan.demand
+    sizes = list(zip(plan.num_pages, layout.windows, strict=True))
+    cache_tokens = (plan.num_pages[0] - 1) * plan.page_size
+    cache_bytes = sum(pages * layout.page_bytes(plan.page_size, window) for pages, window in sizes)
     logger.info(
         "KV cache size: %d tokens in pages of %d (%.3f GiB%s). Maximum concurrency for %d tokens per request: %.1fx",
         cache_tokens, plan.page_size, cache_bytes / GIB, "" if count == 1 else " on each device", plan.max_model_len,
-        cache_tokens / plan.max_model_len,
+        min((pages - 1) / demand.one_sequence(window, decoding=True) for pages, window in sizes),
     )  # fmt: skip
+    for pages, window in sizes:
+        if window is not None:
+            logger.info("Layers that see %d tokens: %d pages, given back behind the window", window, pages - 1)
+    if plan.num_snapshots is not None:
+        rows = num_slots(plan.max_num_seqs) + plan.num_snapshots
+        logger.info(
+            "Recurrent state: %.3f MiB a sequence, %.3f GiB for %d slots and %d snapshots of the prefix cache",
+            layout.state_bytes / 2**20, rows * layout.state_bytes / GIB, rows - plan.num_snapshots, plan.num_snapshots,
+        )  # fmt: skip

@@ -56,7 +56,7 @@ class Placement:
             chip = dataclasses.replace(chip, memory_bytes=chip.memory_bytes // len(devices))
         specs = padded(specs, "experts", len(devices))
         # A projection's columns are heads times their size; what must stay whole is a KV head with the query heads that read it.
-        heads = [("heads", cache_layout.num_kv_heads), ("kv_heads", cache_layout.num_kv_heads)]
+        heads = [(axis, count) for count in cache_layout.kv_head_counts for axis in ("heads", "kv_heads")]
         sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.shape, strict=True)]
         rules = rules_that_divide(mesh, DEFAULT_RULES, [*heads, *sizes])
         if copied := [axis for axis in DEFAULT_RULES if axis not in rules]:

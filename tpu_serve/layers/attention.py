@@ -7,11 +7,14 @@ Letters: T tokens, N query heads, K KV heads, D head size, S sequences, P pages 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tpu_serve.device.batch import Batch
+from tpu_serve.device.quantised import QuantisedArray
 
 QUERY_BLOCK = 32
 KV_BLOCK = 128
@@ -19,6 +22,10 @@ KV_BLOCK = 128
 SHARING_PAYS = 16
 """With fewer queries in a block, a second way to read the keys costs more to compile than it saves."""
 MASKED = -1e30
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""Largest magnitude of the types in which keys and values may be stored with a scale."""
+
+Cache = jax.Array | QuantisedArray
 
 
 def pages_per_block(page_size: int) -> int:
@@ -27,26 +34,41 @@ def pages_per_block(page_size: int) -> int:
 
 
 def paged_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, batch: Batch, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of this step's tokens over everything their sequences have cached.
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: Cache,
+    batch: Batch,
+    scale: float,
+    *,
+    window: int | None = None,
+    table: int = 0,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Causal attention of this step's tokens over what their sequences have cached.
 
     Writes the step's keys and values before it reads any, so sequences may share pages that are filled in this very step.
 
     Args:
       q: [T, N, D].
       k, v: [T, K, D], of this step's tokens.
-      cache: [pages, page_size, 2 * K, D], keys at even heads; of q's type, or unsigned integers that hold its bits.
+      cache: [pages, page_size, 2 * K, D], keys at even heads; of q's type, or unsigned integers that hold its bits. Or 8-bit values, unsigned
+        for float8_e4m3fn, with scales f32[pages, page_size, 2 * K].
       batch: which token belongs where.
       scale: factor on the scores.
+      window: a token sees so many keys, its own included; None for all. Pages that lie wholly behind it are not read.
+      table: which of the batch's page tables is that of this layer.
+      sinks: [N], a score per head that takes its share of the softmax and gives nothing; never scaled.
 
     Returns:
       [T, N, D], zero at padding rows, and the cache with the new keys and values.
     """
-    _, page_size, num_heads, head_dim = cache.shape
-    cache = _write(cache, jnp.stack([k, v], axis=2).reshape(len(k), num_heads, head_dim), batch.kv_index)
+    _, page_size, num_heads, head_dim = _values(cache).shape
+    cache = _write(cache, jnp.stack([k, v], axis=2).reshape(len(k), num_heads, head_dim), batch.kv_index[table])
     size = min(QUERY_BLOCK, len(q))
     step = pages_per_block(page_size)
+    width = step * page_size
+    page_table = batch.page_table[table]
     # Score-side layout [T, K, G, D]: the G query heads of a KV head side by side.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(len(q), num_heads // 2, -1, head_dim)
     tail = -len(q) % size
@@ -59,17 +81,24 @@ def paged_attention(
             jax.lax.dynamic_slice_in_dim(part, index * size, size) for part in (q, rows, lengths)
         )
         one_sequence = jnp.all((block_rows == block_rows[0]) | (block_rows < 0))
-        num_steps = -(-jnp.max(block_lengths) // (step * page_size))
+        seen = Seen(block_lengths, window, width)
 
         def run(shared: bool, block_q: jax.Array) -> jax.Array:
-            table = batch.page_table[block_rows[0]] if shared else batch.page_table[block_rows]
+            pages_of = page_table[block_rows[0]] if shared else page_table[block_rows]
+            first = seen.first_block(shared)
 
             def read(i: jax.Array) -> jax.Array:
-                pages = jax.lax.dynamic_slice_in_dim(table, i * step, step, axis=-1)
-                kv = cache[pages].reshape(*pages.shape[:-1], step * page_size, num_heads // 2, 2, head_dim)
-                return kv if kv.dtype == q.dtype else jax.lax.bitcast_convert_type(kv, q.dtype)
+                if shared:
+                    pages = jax.lax.dynamic_slice_in_dim(pages_of, (first + i) * step, step)
+                elif window is None:
+                    pages = jax.lax.dynamic_slice_in_dim(pages_of, i * step, step, axis=-1)
+                else:  # every query reads on from its own first block; one that has no more reads what it does not see
+                    at = jnp.minimum((first[:, None] + i) * step + jnp.arange(step), pages_of.shape[1] - 1)
+                    pages = jnp.take_along_axis(pages_of, at, axis=1)
+                kv = _read(cache, pages, q.dtype)
+                return kv.reshape(*pages.shape[:-1], width, num_heads // 2, 2, head_dim)
 
-            return _online_softmax(block_q, block_lengths, read, num_steps, step * page_size)
+            return _online_softmax(block_q, seen, read, first, sinks)
 
         # Within one sequence (a prefill chunk) all queries share the keys; otherwise each query gathers its own.
         if size < SHARING_PAYS:
@@ -83,15 +112,80 @@ def paged_attention(
     return out.reshape(len(q), -1, head_dim)[: len(q) - tail], cache
 
 
-def _write(cache: jax.Array, both: jax.Array, index: jax.Array) -> jax.Array:
+def _values(cache: Cache) -> jax.Array:
+    return cache.values if isinstance(cache, QuantisedArray) else cache
+
+
+def _write(cache: Cache, both: jax.Array, index: jax.Array) -> Cache:
     """The cache with `both` [T, 2 * K, D] at the flat places `index` [T]."""
-    if cache.dtype != both.dtype:
-        both = jax.lax.bitcast_convert_type(both, cache.dtype)
-    return cache.reshape(-1, *cache.shape[2:]).at[index].set(both).reshape(cache.shape)
+    if not isinstance(cache, QuantisedArray):
+        return _put(cache, both, index)
+    stored = _stored_type(cache)
+    limit = LARGEST[stored.name]
+    wide = both.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / limit
+    wide *= jnp.where(scale > 0, 1 / scale, 0.0)[..., None]
+    narrow = jnp.round(wide) if stored.name == "int8" else jnp.clip(wide, -limit, limit)
+    return QuantisedArray(_put(cache.values, narrow.astype(stored), index), _put(cache.scale, scale, index))
+
+
+def _put(array: jax.Array, rows: jax.Array, index: jax.Array) -> jax.Array:
+    if array.dtype != rows.dtype:
+        rows = jax.lax.bitcast_convert_type(rows, array.dtype)
+    return array.reshape(-1, *array.shape[2:]).at[index].set(rows).reshape(array.shape)
+
+
+def _read(cache: Cache, pages: jax.Array, dtype: Any) -> jax.Array:
+    """Keys and values of pages in the type of the queries."""
+    if not isinstance(cache, QuantisedArray):
+        kv = cache[pages]
+        return kv if kv.dtype == dtype else jax.lax.bitcast_convert_type(kv, dtype)
+    narrow = cache.values[pages]
+    stored = _stored_type(cache)
+    narrow = narrow if narrow.dtype == stored else jax.lax.bitcast_convert_type(narrow, stored)
+    return (narrow.astype(jnp.float32) * cache.scale[pages][..., None]).astype(dtype)
+
+
+def _stored_type(cache: QuantisedArray) -> Any:
+    """What the 8-bit values are: unsigned integers hold the bits of floats."""
+    return jnp.dtype("int8" if cache.values.dtype == jnp.int8 else "float8_e4m3fn")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys the queries of a block see, in blocks of `width` keys.
+
+    Attributes:
+      lengths: i32[Q], keys up to and with a query's own; 0 at padding rows.
+    """
+
+    lengths: jax.Array
+    window: int | None
+    width: int
+
+    def first_block(self, shared: bool) -> jax.Array:
+        """First block that is read: i32[] where the queries read together, otherwise i32[Q]."""
+        if self.window is None:
+            return jnp.zeros((), jnp.int32)
+        if shared:  # padding rows see nothing and must not send the others back to the beginning
+            first = jnp.min(jnp.where(self.lengths > 0, self.lengths, jnp.iinfo(jnp.int32).max))
+            return jnp.maximum(first - self.window, 0) // self.width
+        return jnp.maximum(self.lengths - self.window, 0) // self.width
+
+    def num_steps(self, first: jax.Array) -> jax.Array:
+        """Blocks from the first on until no query sees more."""
+        return jnp.max(-(-self.lengths // self.width) - first)
+
+    def visible(self, first: jax.Array, i: jax.Array) -> jax.Array:
+        """bool[Q, width]: the keys of block `first + i` that each query sees."""
+        at = (first[..., None] + i) * self.width + jnp.arange(self.width)
+        lengths = self.lengths[:, None]
+        seen = at < lengths
+        return seen if self.window is None else seen & (at >= lengths - self.window)
 
 
 def _online_softmax(
-    q: jax.Array, lengths: jax.Array, read: Callable[[jax.Array], jax.Array], num_steps: jax.Array, width: int
+    q: jax.Array, seen: Seen, read: Callable[[jax.Array], jax.Array], first: jax.Array, sinks: jax.Array | None
 ) -> jax.Array:
     """Attention of q [Q, K, G, D] over keys read block by block: `read(i)` gives [width, K, 2, D], or [Q, width, K, 2, D]."""
 
@@ -101,8 +195,7 @@ def _online_softmax(
         letters = "wkd" if kv.ndim == 4 else "qwkd"
         keys, values = kv[..., 0, :], kv[..., 1, :]
         scores = jnp.einsum(f"qkgd,{letters}->kgqw", q, keys, preferred_element_type=jnp.float32)
-        at = i * width + jnp.arange(width)
-        visible = at < lengths[:, None]
+        visible = seen.visible(first, i)
         if kv.ndim == 4:
             # Weight 0 does not silence a NaN in a value, and all queries share the values here: tokens that see a bad one get NaN through
             # its score, and those before it, whose pages other requests may share, get nothing of it.
@@ -121,11 +214,11 @@ def _online_softmax(
 
     num_queries, num_kv_heads, group, head_dim = q.shape
     shape = (num_kv_heads, group, num_queries)
-    start = (
-        jnp.zeros((*shape, head_dim), jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.full(shape, MASKED, jnp.float32),
-    )
-    total, normaliser, _ = jax.lax.fori_loop(0, num_steps, body, start)
+    normaliser, highest = jnp.zeros(shape, jnp.float32), jnp.full(shape, MASKED, jnp.float32)
+    if sinks is not None:  # a first key whose value is zero
+        highest = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1), shape)
+        normaliser = jnp.ones(shape, jnp.float32)
+    start = (jnp.zeros((*shape, head_dim), jnp.float32), normaliser, highest)
+    total, normaliser, _ = jax.lax.fori_loop(0, seen.num_steps(first), body, start)
     out = total / jnp.maximum(normaliser, 1e-30)[..., None]  # a padding row sees no key: 0 / tiny = 0
     return out.transpose(2, 0, 1, 3).astype(q.dtype)

@@ -17,10 +17,10 @@ from tpu_serve.hf_config import HFConfig
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotate-half embedding over the whole head.
+    """Rotate-half embedding over the beginning of a head, or all of it.
 
     Attributes:
-      inverse_frequencies: per pair of dimensions, head_dim / 2 values.
+      inverse_frequencies: per pair of dimensions. As many pairs are rotated; what lies behind them stays as it is.
       magnitude: factor on cosine and sine.
     """
 
@@ -29,34 +29,55 @@ class Rope:
 
     @classmethod
     def from_config(cls, config: HFConfig, head_dim: int, default_theta: float) -> Rope:
-        """Reads `rope_theta` and `rope_scaling` of config.json.
+        """Reads `rope_theta`, `rope_scaling` and `partial_rotary_factor` of config.json.
 
         Raises:
-          ConfigError: the scaling type is not supported or lacks a number, only part of a head is to be rotated, or the head size is odd.
+          ConfigError: as `from_parameters`.
         """
-        theta, scaling = config.get("rope_theta", default_theta), config.get("rope_scaling", None, kind=dict)
-        if config.get("partial_rotary_factor", 1.0) != 1:
-            raise ConfigError("config.json: a partial_rotary_factor other than 1 is not supported for this model.")
-        if head_dim % 2 or head_dim < 2:
-            raise ConfigError(f"config.json: a head size of {head_dim} cannot be rotated in pairs.")
-        plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        if scaling is None:
-            return cls(tuple(plain.tolist()))
-        if (kind := scaling.get("rope_type")) != "yarn":
+        scaling = config.get("rope_scaling", None, kind=dict) or {}
+        given = {name: config.get(name, 0.0) or None for name in ("rope_theta", "partial_rotary_factor")}
+        return cls.from_parameters({**scaling, **given}, head_dim, default_theta)
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any], head_dim: int, default_theta: float) -> Rope:
+        """From an entry of transformers' `rope_parameters`.
+
+        Its `rope_type` is "default", "linear" (frequencies divided by `factor`), "yarn", or "proportional": pairs are as far apart as in a
+        head that is rotated whole, but only the first share of them turns (Gemma 4).
+
+        Raises:
+          ConfigError: the type is not supported or lacks a number, or so many dimensions cannot be rotated in pairs.
+        """
+        kind = parameters.get("rope_type") or "default"
+        theta = _number(parameters, "rope_theta", default_theta)
+        share = _number(parameters, "partial_rotary_factor", 1.0)
+        if theta <= 0 or not 0 < share <= 1:
             raise ConfigError(
-                f"config.json: rope_scaling type {kind!r} is not supported; supported are 'default' and 'yarn'."
+                f"config.json: rope_theta must be positive and partial_rotary_factor in (0, 1], got {theta:g} and {share:g}."
             )
-        return cls._yarn(head_dim, theta, plain, scaling)
+        rotated = int(head_dim * share)
+        if rotated % 2 or rotated < 2:
+            raise ConfigError(f"config.json: {rotated} dimensions of a head of {head_dim} cannot be rotated in pairs.")
+        if kind == "proportional":
+            turning = theta ** -(np.arange(0, rotated, 2) / head_dim)
+            return cls((*turning.tolist(), *[0.0] * ((head_dim - rotated) // 2)))
+        plain = theta ** -(np.arange(0, rotated, 2) / rotated)
+        match kind:
+            case "default":
+                return cls(tuple(plain.tolist()))
+            case "linear":
+                return cls(tuple((plain / _required(parameters, kind, "factor")).tolist()))
+            case "yarn":
+                return cls._yarn(rotated, theta, plain, parameters)
+        raise ConfigError(
+            f"config.json: rope type {kind!r} is not supported; supported are 'default', 'linear', 'yarn' and 'proportional'."
+        )
 
     @classmethod
     def _yarn(cls, head_dim: int, theta: float, plain: np.ndarray, scaling: Mapping[str, Any]) -> Rope:
         """YaRN (https://arxiv.org/abs/2309.00071), sections 3.2 and 3.4: slow dimensions are interpolated, fast ones are left alone."""
-        for name in ("factor", "original_max_position_embeddings"):
-            if not isinstance(scaling.get(name), int | float):
-                raise ConfigError(
-                    f"config.json: yarn needs a number {name} in rope_scaling, got {scaling.get(name)!r}."
-                )
-        factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+        factor = _required(scaling, "yarn", "factor")
+        original = _required(scaling, "yarn", "original_max_position_embeddings")
 
         def dimension_of(rotations: float) -> float:
             return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -66,19 +87,34 @@ class Rope:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
-        magnitude = scaling.get("attention_factor")
-        if magnitude is None:
-            magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        magnitude = _number(scaling, "attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
         return cls(tuple((plain / factor * ramp + plain * (1 - ramp)).tolist()), float(magnitude))
 
     def cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosine and sine, f32[T, head_dim / 2] each, for i32[T] positions. The same for every layer."""
+        """Cosine and sine, f32[T, pairs] each, for i32[T] positions. The same for all layers with this embedding."""
         angles = positions[:, None].astype(jnp.float32) * jnp.asarray(self.inverse_frequencies, jnp.float32)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates `[T, heads, head_dim]`; dimension i is paired with i + head_dim / 2."""
+    """Rotates `[T, heads, head_dim]`. With P pairs, dimension i is paired with i + P; dimensions from 2 P on stay as they are."""
     cos, sin = (part[:, None, :] for part in cos_sin)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    num_pairs = cos.shape[-1]
+    first, second = (x[..., at : at + num_pairs].astype(jnp.float32) for at in (0, num_pairs))
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([*(part.astype(x.dtype) for part in turned), x[..., 2 * num_pairs :]], axis=-1)
+
+
+def _number(parameters: Mapping[str, Any], name: str, default: float) -> float:
+    value = parameters.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"config.json: {name} of the rotary embedding must be a number, got {value!r}.")
+    return float(value)
+
+
+def _required(parameters: Mapping[str, Any], kind: str, name: str) -> float:
+    if (value := _number(parameters, name, 0.0)) <= 0:
+        raise ConfigError(f"config.json: {kind} needs a positive number {name}, got {parameters.get(name)!r}.")
+    return value

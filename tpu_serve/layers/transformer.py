@@ -5,8 +5,8 @@ Letters: T tokens, H hidden, N query heads, K KV heads, D head size, I intermedi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_serve.config import ConfigError
-from tpu_serve.device.params import ParamSpec, Source, transposed
+from tpu_serve.device.params import ParamSpec, Source, map_specs, transposed
+from tpu_serve.device.quantised import QuantisedArray
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing, route
-from tpu_serve.layers.norm import rms_norm
 
 
 def linear_spec(
@@ -36,15 +36,28 @@ def norm_spec(name: str, size: int, dtype: Any) -> ParamSpec:
     return ParamSpec((size,), dtype, (None,), (Source((f"{name}.weight",), shape=(size,)),), scale=None)
 
 
+def offset_norm_spec(name: str, size: int, dtype: Any) -> ParamSpec:
+    """The weight of a norm that multiplies by one more than it."""
+    return dataclasses.replace(norm_spec(name, size, dtype), scale=0.02)
+
+
+def bias_spec(name: str, size: int, dtype: Any, axis: str | None) -> ParamSpec:
+    """A projection's bias `name.bias`, drawn small where weights are random."""
+    return ParamSpec((size,), dtype, (axis,), (Source((f"{name}.bias",), shape=(size,)),), scale=0.02)
+
+
 def embedding_spec(name: str, vocab: int, hidden: int, dtype: Any) -> ParamSpec:
     shape = (vocab, hidden)
     return ParamSpec(shape, dtype, ("vocab", None), (Source((f"{name}.weight",), shape=shape),), scale=0.5)
 
 
 def attention_specs(
-    prefix: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any
+    prefix: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: Any, biases: str = ""
 ) -> dict[str, ParamSpec]:
-    """Query, key, value and output projections without biases.
+    """Query, key, value and output projections.
+
+    Args:
+      biases: letters of the projections that have one, of "qkvo".
 
     Raises:
       ConfigError: the query heads cannot be shared out among the KV heads.
@@ -53,12 +66,16 @@ def attention_specs(
         raise ConfigError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
         )
-    return {
-        "q_proj": linear_spec(f"{prefix}.q_proj", hidden, num_heads * head_dim, dtype, (None, "heads")),
-        "k_proj": linear_spec(f"{prefix}.k_proj", hidden, num_kv_heads * head_dim, dtype, (None, "kv_heads")),
-        "v_proj": linear_spec(f"{prefix}.v_proj", hidden, num_kv_heads * head_dim, dtype, (None, "kv_heads")),
-        "o_proj": linear_spec(f"{prefix}.o_proj", num_heads * head_dim, hidden, dtype, ("heads", None)),
+    sizes = {"q": (num_heads, "heads"), "k": (num_kv_heads, "kv_heads"), "v": (num_kv_heads, "kv_heads")}
+    specs = {
+        f"{letter}_proj": linear_spec(f"{prefix}.{letter}_proj", hidden, count * head_dim, dtype, (None, axis))
+        for letter, (count, axis) in sizes.items()
     }
+    specs["o_proj"] = linear_spec(f"{prefix}.o_proj", num_heads * head_dim, hidden, dtype, ("heads", None))
+    for letter in biases:
+        axis = sizes[letter][1] if letter in sizes else None
+        specs[f"{letter}_proj_bias"] = bias_spec(f"{prefix}.{letter}_proj", specs[f"{letter}_proj"].shape[1], dtype, axis)
+    return specs
 
 
 def expert_specs(
@@ -81,14 +98,15 @@ def expert_specs(
     gate, up, down = names
     fused = fused_prefix or prefix
 
-    def stack_gate_up(arrays: list[np.ndarray]) -> np.ndarray:
-        return np.stack(arrays).reshape(num_experts, 2, inner, hidden).swapaxes(2, 3)
-
+    # All take any number of experts, so that a device's share can be read alone.
     def split_gate_up(arrays: list[np.ndarray]) -> np.ndarray:
-        return arrays[0].reshape(num_experts, 2, inner, hidden).swapaxes(2, 3)
+        return arrays[0].reshape(-1, 2, inner, hidden).swapaxes(2, 3)
 
     def split_wi(arrays: list[np.ndarray]) -> np.ndarray:
-        return arrays[0].reshape(num_experts, hidden, 2, inner).swapaxes(1, 2)
+        return arrays[0].reshape(-1, hidden, 2, inner).swapaxes(1, 2)
+
+    def swap_down(arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[0].swapaxes(1, 2)
 
     return {
         "gate_up": ParamSpec(
@@ -98,12 +116,13 @@ def expert_specs(
             (
                 Source(
                     tuple(f"{prefix}.{e}.{name}.weight" for e in range(num_experts) for name in (gate, up)),
-                    stack_gate_up,
+                    split_gate_up,
                     (inner, hidden),
+                    keys_per_row=2,
                 ),
-                Source((f"{fused}.gate_up_proj",), split_gate_up, (num_experts, 2 * inner, hidden)),
-                Source((f"{prefix}.wi",), split_wi, (num_experts, hidden, 2 * inner)),
-                Source((f"{prefix}.wi",), split_wi, (2, num_experts, hidden // 2, 2 * inner)),
+                Source((f"{fused}.gate_up_proj",), split_gate_up, (num_experts, 2 * inner, hidden), row_axis=0),
+                Source((f"{prefix}.wi",), split_wi, (num_experts, hidden, 2 * inner), row_axis=0),
+                Source((f"{prefix}.wi",), split_wi, (2, num_experts, hidden // 2, 2 * inner), row_axis=0),
             ),
             scale=hidden**-0.5,
         ),
@@ -114,10 +133,11 @@ def expert_specs(
             (
                 Source(
                     tuple(f"{prefix}.{e}.{down}.weight" for e in range(num_experts)),
-                    lambda arrays: np.stack(arrays).swapaxes(1, 2),
+                    swap_down,
                     (hidden, inner),
+                    keys_per_row=1,
                 ),
-                Source((f"{fused}.down_proj",), lambda arrays: arrays[0].swapaxes(1, 2), (num_experts, hidden, inner)),
+                Source((f"{fused}.down_proj",), swap_down, (num_experts, hidden, inner), row_axis=0),
                 Source((f"{prefix}.wo",), shape=(num_experts, inner, hidden)),
             ),
             scale=inner**-0.5,
@@ -132,9 +152,35 @@ def mixture(
     is_token: jax.Array,
     experts: Callable[[jax.Array, Routing, ExpertWeights], jax.Array],
 ) -> jax.Array:
-    """The mixture of experts [T, H] -> [T, H] of a layer that holds `router` and `experts`, the arrays of `expert_specs`."""
-    weights = ExpertWeights(layer["experts"]["gate_up"], layer["experts"]["down"])
-    return experts(x, route(x, layer["router"], config, is_token), weights)
+    """The mixture of experts [T, H] -> [T, H] of a layer that holds `router`, perhaps `router_bias`, and `experts`."""
+    routing = route(x, layer["router"], config, is_token, bias=layer.get("router_bias"))
+    return experts(x, routing, expert_weights(layer["experts"]))
+
+
+def expert_weights(params: dict[str, Any]) -> ExpertWeights:
+    """The arrays of `expert_specs` as backends take them."""
+    return ExpertWeights(
+        gate_up=_values(params["gate_up"]),
+        down=_values(params["down"]),
+        gate_up_scale=_scale(params["gate_up"]),
+        down_scale=_scale(params["down"]),
+        gate_up_bias=params.get("gate_up_bias"),
+        down_bias=params.get("down_bias"),
+    )
+
+
+def _values(weight: Any) -> jax.Array:
+    return weight.values if isinstance(weight, QuantisedArray) else weight
+
+
+def _scale(weight: Any) -> jax.Array | None:
+    return weight.scale if isinstance(weight, QuantisedArray) else None
+
+
+def linear(params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    """`x @ params[name]`, and `params[name_bias]` added if there is one."""
+    product = jnp.dot(x, params[name])
+    return product + params[f"{name}_bias"] if f"{name}_bias" in params else product
 
 
 def attention(
@@ -142,18 +188,20 @@ def attention(
     x: jax.Array,
     cache: Any,
     head_dim: int,
-    attend: Callable[..., tuple[jax.Array, Any]],
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
     prepare: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, Any]:
     """Projections around `attend`; `prepare` normalises and rotates queries [T, N, D] and keys [T, K, D]."""
-    q, k, v = (jnp.dot(x, params[name]).reshape(len(x), -1, head_dim) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (linear(params, name, x).reshape(len(x), -1, head_dim) for name in ("q_proj", "k_proj", "v_proj"))
     out, cache = attend(*prepare(q, k), v, cache)
-    return jnp.dot(out.reshape(len(x), -1), params["o_proj"]), cache
+    return linear(params, "o_proj", out.reshape(len(x), -1)), cache
 
 
-def gated_mlp(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))`."""
-    return jnp.dot(jax.nn.silu(jnp.dot(x, params["gate_proj"])) * jnp.dot(x, params["up_proj"]), params["down_proj"])
+def gated_mlp(
+    params: dict[str, jax.Array], x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
+    """`down(activation(gate(x)) * up(x))`."""
+    return jnp.dot(activation(jnp.dot(x, params["gate_proj"])) * jnp.dot(x, params["up_proj"]), params["down_proj"])
 
 
 def gated_mlp_specs(prefix: str, hidden: int, inner: int, dtype: Any) -> dict[str, ParamSpec]:
@@ -174,45 +222,72 @@ def decoder_specs(vocab: int, hidden: int, layers: list[dict[str, Any]], tied: b
     return specs if tied else specs | {"lm_head": embedding_spec("lm_head", vocab, hidden, dtype)}
 
 
+def also_under(specs: Any, prefix: str, other: str) -> Any:
+    """The same tree, and a checkpoint's names may begin with `other` where they begin with `prefix`."""
+
+    def add(_: str, spec: ParamSpec) -> ParamSpec:
+        renamed = tuple(
+            dataclasses.replace(
+                source, keys=tuple(other + key.removeprefix(prefix) if key.startswith(prefix) else key for key in source.keys)
+            )
+            for source in spec.sources
+        )
+        return dataclasses.replace(spec, sources=spec.sources + tuple(one for one in renamed if one not in spec.sources))
+
+    return map_specs(add, specs)
+
+
+def run_layers(
+    block: Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, Any]],
+    kinds: Sequence[Any],
+    layers: Sequence[Any],
+    x: jax.Array,
+    caches: Sequence[Any],
+) -> tuple[jax.Array, list[Any]]:
+    """One layer after the other; each kind is traced once for all its layers of one shape.
+
+    Args:
+      block: (kind, weights of the layer, [T, H], its cache) -> ([T, H], new cache).
+      kinds: hashable, one per layer.
+    """
+    run = jax.jit(block, static_argnums=0)
+    new_caches = []
+    for kind, layer, cache in zip(kinds, layers, caches, strict=True):
+        x, cache = run(kind, layer, x, cache)
+        new_caches.append(cache)
+    return x, new_caches
+
+
 def run_decoder(
     params: Any,
     token_ids: jax.Array,
-    caches: list[Any],
-    attend: Callable[..., tuple[jax.Array, Any]],
-    *,
-    head_dim: int,
-    epsilon: float,
-    prepare: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    caches: Sequence[Any],
+    kinds: Sequence[Any],
+    mixer: Callable[[Any, Any, jax.Array, Any], tuple[jax.Array, Any]],
     feed_forward: Callable[[Any, jax.Array], jax.Array],
+    norm: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, list[Any]]:
-    """Embedding, layers of attention and feed-forward part with a norm before each, final norm.
+    """Embedding, layers of a token mixer and a feed-forward part with a norm before each, final norm.
 
     Args:
-      params: the arrays of `decoder_specs`; each layer holds `input_norm`, `attention`, `post_attention_norm` and what the two
-        functions read.
+      params: the arrays of `decoder_specs`; each layer holds `input_norm`, `post_attention_norm` and what the two functions read.
       token_ids: i32[T].
-      caches: one per layer, handed to `attend`.
-      prepare: (layer, queries [T, N, D], keys [T, K, D]) -> both as attention compares them: normalised, rotated.
+      caches, kinds: one per layer.
+      mixer: (kind, layer, normed [T, H], cache) -> ([T, H], new cache).
       feed_forward: (layer, normed [T, H]) -> [T, H].
+      norm: (x, weight) -> normed x.
 
     Returns:
       Hidden states [T, H] after the final norm, and the new caches.
     """
 
-    @jax.jit  # traced once for all layers of one shape
-    def run_layer(layer: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        normed = rms_norm(x, layer["input_norm"], epsilon)
-        update, cache = attention(
-            layer["attention"], normed, cache, head_dim, attend, functools.partial(prepare, layer)
-        )
+    def block(kind: Any, layer: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        update, cache = mixer(kind, layer, norm(x, layer["input_norm"]), cache)
         x = x + update
-        return x + feed_forward(layer, rms_norm(x, layer["post_attention_norm"], epsilon)), cache
+        return x + feed_forward(layer, norm(x, layer["post_attention_norm"])), cache
 
-    x, new_caches = params["embedding"][token_ids], []
-    for layer, cache in zip(params["layers"], caches, strict=True):
-        x, cache = run_layer(layer, x, cache)
-        new_caches.append(cache)
-    return rms_norm(x, params["norm"], epsilon), new_caches
+    x, new_caches = run_layers(block, kinds, params["layers"], params["embedding"][token_ids], caches)
+    return norm(x, params["norm"]), new_caches
 
 
 def project_logits(hidden: jax.Array, table: jax.Array) -> jax.Array:

@@ -9,10 +9,8 @@ import jax
 
 from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(q [T, N, D], k [T, K, D], v [T, K, D], cache of the layer) -> ([T, N, D], new cache). Scaling is the callee's job, by head size."""
 
 Experts = Callable[[jax.Array, Routing, ExpertWeights], jax.Array]
 """(x [T, H], routing, weights) -> [T, H]."""
@@ -37,7 +35,8 @@ class Model(Protocol):
         """Longest sequence that the model was made for."""
 
     @property
-    def moe(self) -> MoEConfig: ...
+    def moe(self) -> MoEConfig | None:
+        """Of all layers that hold experts; None for a dense model."""
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
@@ -46,7 +45,8 @@ class Model(Protocol):
     def param_specs(self, dtype: Any) -> Any:
         """Tree of `ParamSpec`."""
 
-    def cache_layout(self, dtype: Any) -> CacheLayout: ...
+    def cache_layout(self, dtype: Any) -> CacheLayout:
+        """What each layer keeps of the tokens it has seen."""
 
     def forward(
         self,
@@ -55,7 +55,7 @@ class Model(Protocol):
         positions: jax.Array,
         is_token: jax.Array,
         caches: list[Any],
-        attend: Attend,
+        mixing: Mixing,
         experts: Experts,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states after the final norm, [T, H], and the new caches.
@@ -64,7 +64,9 @@ class Model(Protocol):
           params: weights.
           token_ids, positions: i32[T].
           is_token: bool[T], False for padding rows; what they hold never reaches a real row.
-          caches: one per attention layer, handed to `attend`.
+          caches: one per layer, arranged as `cache_layout` says; handed to `mixing`.
+          mixing: how tokens see one another.
+          experts: the mixture of experts; never called by a dense model.
         """
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
 from tpu_serve.config import ConfigError
-from tpu_serve.device.kv_cache import CacheLayout
+from tpu_serve.device.kv_cache import CacheLayout, PagedCache
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig
+from tpu_serve.layers.norm import rms_norm
 from tpu_serve.layers.rope import Rope, rotate
 from tpu_serve.layers.transformer import (
+    attention,
     attention_specs,
     decoder_specs,
     expert_specs,
@@ -22,12 +26,16 @@ from tpu_serve.layers.transformer import (
     project_logits,
     run_decoder,
 )
-from tpu_serve.models.base import Attend, Experts
+from tpu_serve.models.base import Experts
 
 
 @dataclass(frozen=True, slots=True)
 class Mixtral:
-    """Sizes of a model; see `Model` for the functions."""
+    """Sizes of a model; see `Model` for the functions.
+
+    Attributes:
+      window: a token sees so many, itself included; None for all before it.
+    """
 
     vocab_size: int
     hidden: int
@@ -40,6 +48,7 @@ class Mixtral:
     epsilon: float
     max_position: int
     tied: bool
+    window: int | None
 
     @classmethod
     def from_config(cls, config: HFConfig) -> Mixtral:
@@ -52,13 +61,7 @@ class Mixtral:
             raise ConfigError(
                 f"config.json: hidden_act {activation!r} is not supported for mixtral; supported is 'silu'."
             )
-        max_position = config.positive("max_position_embeddings")
-        window = config.get("sliding_window", None, kind=int)
-        if window is not None and window < max_position:  # a longer one hides no key
-            raise ConfigError(
-                f"config.json: sliding_window {window} is not supported for mixtral; supported are null and windows of at "
-                f"least max_position_embeddings, {max_position}."
-            )
+        window = config.optional_positive("sliding_window")
         hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
         head_dim = config.positive("head_dim", hidden // num_heads)
         return cls(
@@ -77,8 +80,9 @@ class Mixtral:
             ),
             rope=Rope.from_config(config, head_dim, default_theta=1e6),
             epsilon=config.get("rms_norm_eps", 1e-5),
-            max_position=max_position,
+            max_position=config.positive("max_position_embeddings"),
             tied=config.get("tie_word_embeddings", False),
+            window=window,
         )
 
     @property
@@ -86,7 +90,7 @@ class Mixtral:
         return ("lm_head.weight",) if self.tied else ()
 
     def cache_layout(self, dtype: Any) -> CacheLayout:
-        return CacheLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
+        return CacheLayout((PagedCache(self.num_kv_heads, self.head_dim, self.window),) * self.num_layers, dtype)
 
     def param_specs(self, dtype: Any) -> Any:
         """Tree of `ParamSpec`."""
@@ -116,16 +120,23 @@ class Mixtral:
         positions: jax.Array,
         is_token: jax.Array,
         caches: list[Any],
-        attend: Attend,
+        mixing: Mixing,
         experts: Experts,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states after the final norm, [T, H], and the new caches."""
         cos_sin = self.rope.cos_sin(positions)
+        attend = partial(mixing.attend, scale=self.head_dim**-0.5, window=self.window)
+
+        def mixer(_: None, layer: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            def prepare(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return rotate(q, cos_sin), rotate(k, cos_sin)
+
+            return attention(layer["attention"], x, cache, self.head_dim, attend, prepare)
+
         return run_decoder(
-            params, token_ids, caches, attend,
-            head_dim=self.head_dim, epsilon=self.epsilon,
-            prepare=lambda layer, q, k: (rotate(q, cos_sin), rotate(k, cos_sin)),
+            params, token_ids, caches, [None] * self.num_layers, mixer,
             feed_forward=lambda layer, x: mixture(layer, x, self.moe, is_token, experts),
+            norm=partial(rms_norm, epsilon=self.epsilon),
         )  # fmt: skip
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:

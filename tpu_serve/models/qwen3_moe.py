@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import jax
 from tpu_serve.config import ConfigError
 from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.norm import rms_norm
 from tpu_serve.layers.rope import Rope, rotate
 from tpu_serve.layers.transformer import (
+    attention,
     attention_specs,
     decoder_specs,
     expert_specs,
@@ -25,7 +28,7 @@ from tpu_serve.layers.transformer import (
     project_logits,
     run_decoder,
 )
-from tpu_serve.models.base import Attend, Experts
+from tpu_serve.models.base import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Qwen3Moe:
                 layer not in dense and (layer + 1) % step == 0 for layer in range(config.positive("num_hidden_layers"))
             ),
             dense_intermediate=config.get("intermediate_size", 0),
-            rope=Rope.from_config(config, head_dim, default_theta=10000.0),
+            rope=Rope.from_config(config, head_dim, default_theta=1e4),
             epsilon=config.get("rms_norm_eps", 1e-6),
             max_position=config.positive("max_position_embeddings"),
             tied=config.get("tie_word_embeddings", False),
@@ -96,7 +99,7 @@ class Qwen3Moe:
         return ("lm_head.weight",) if self.tied else ()
 
     def cache_layout(self, dtype: Any) -> CacheLayout:
-        return CacheLayout(len(self.moe_layers), self.num_kv_heads, self.head_dim, dtype)
+        return CacheLayout.uniform(len(self.moe_layers), self.num_kv_heads, self.head_dim, dtype)
 
     def param_specs(self, dtype: Any) -> Any:
         """Tree of `ParamSpec`."""
@@ -127,23 +130,25 @@ class Qwen3Moe:
         positions: jax.Array,
         is_token: jax.Array,
         caches: list[Any],
-        attend: Attend,
+        mixing: Mixing,
         experts: Experts,
     ) -> tuple[jax.Array, list[Any]]:
         """Hidden states after the final norm, [T, H], and the new caches."""
         cos_sin = self.rope.cos_sin(positions)
+        norm = partial(rms_norm, epsilon=self.epsilon)
+        attend = partial(mixing.attend, scale=self.head_dim**-0.5)
 
-        def prepare(layer: Any, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            q, k = rms_norm(q, layer["q_norm"], self.epsilon), rms_norm(k, layer["k_norm"], self.epsilon)
-            return rotate(q, cos_sin), rotate(k, cos_sin)
+        def mixer(_: None, layer: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            def prepare(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return rotate(norm(q, layer["q_norm"]), cos_sin), rotate(norm(k, layer["k_norm"]), cos_sin)
+
+            return attention(layer["attention"], x, cache, self.head_dim, attend, prepare)
 
         def feed_forward(layer: Any, x: jax.Array) -> jax.Array:
             return gated_mlp(layer["mlp"], x) if "mlp" in layer else mixture(layer, x, self.moe, is_token, experts)
 
-        return run_decoder(
-            params, token_ids, caches, attend,
-            head_dim=self.head_dim, epsilon=self.epsilon, prepare=prepare, feed_forward=feed_forward,
-        )  # fmt: skip
+        kinds = [None] * len(self.moe_layers)
+        return run_decoder(params, token_ids, caches, kinds, mixer, feed_forward, norm)
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """f32[..., V] from hidden states [..., H]."""

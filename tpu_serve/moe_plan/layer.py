@@ -15,7 +15,8 @@ class MoELayer:
     """A mixture-of-experts layer, whatever runs it. Names and meanings as in `Problem`.
 
     Attributes:
-      format: name in `fused_moe_v2.formats.FORMATS`.
+      format: name in `fused_moe_v2.formats.FORMATS`, of the weights as they are stored.
+      dtype: of the tokens.
       shared_intermediate: inner size of the expert that every token goes through beside the routed ones; 0 for none.
     """
 
@@ -83,3 +84,27 @@ def problem_of(layer: MoELayer, num_tokens: int, num_devices: int, policy: Polic
         combine_dtype=policy.combine_dtype,
         output_gather_dtype=policy.output_gather_dtype,
     )
+
+
+def kernel_shapes(layer: MoELayer, num_devices: int) -> dict[str, tuple[int, ...]]:
+    """Shapes over all devices of the arrays of an `ExpertWeights` that suit the fused kernel, by field; those that the layer lacks are left out.
+
+    The loader has to deliver these for the kernel to run. E is filled up to a multiple of the devices, H to one of 128, I to one of 128 or 256,
+    all with zeros behind the true sizes. Scales have the filled-up H and I as columns, and as many rows as the filled-up contraction has
+    blocks, in `gate_up_scale` filled up once more to a multiple of 8 unless it is one row. What lies in the filling of scales does not matter as
+    long as it is finite: the values that it multiplies are zeros. Types are the format's for values, and float32 for scales and biases.
+
+    XLA's backends read weights of these shapes as well, and weights without any filling: they need as many rows of scales as H and I as they
+    lie there have blocks, and take no notice of more.
+    """
+    p = problem_of(layer, 1, num_devices, Policy())
+    experts, hidden, inner = p.local_experts * p.num_devices, p.padded_hidden, p.padded_intermediate
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (experts, 2, hidden, inner), "down": (experts, inner, hidden)}
+    if p.weights.scaled:
+        shapes["gate_up_scale"] = (experts, 2, p.weights.scale_rows(hidden), inner)
+        shapes["down_scale"] = (experts, p.weights.num_blocks(inner), 1, hidden)
+    if p.gate_up_bias:
+        shapes["gate_up_bias"] = (experts, 2, 1, inner)
+    if p.down_bias:
+        shapes["down_bias"] = (experts, 1, hidden)
+    return shapes

@@ -29,9 +29,9 @@ class Verdict:
 
 def is_fused_worth_it(problem: Problem, chip: Chip, found: Found, rows: Rows) -> Verdict:
     """By what was measured if there is such, else by the regimes: so few tokens that mode D runs at the speed of reading the weights, or so
-    many that gathering rows pays."""
-    tokens = problem.num_tokens
-    if problem.num_devices == 1:
+    many that gathering rows pays. Quantised experts are for the kernel at any number of tokens: see `Ragged` for what XLA would do."""
+    tokens, weights = problem.num_tokens, problem.weights
+    if problem.num_devices == 1 and not weights.scaled:
         return Verdict(False, "on one device nothing travels between experts")
     row = found.row
     is_its_bucket = row is not None and found.source in ("exact", "bucket") and bucket_of(tokens) == row.key.num_tokens
@@ -41,6 +41,8 @@ def is_fused_worth_it(problem: Problem, chip: Chip, found: Found, rows: Rows) ->
         if tokens < least:
             return Verdict(False, f"it pays from {least} tokens ({times})")
         return Verdict(True, times)
+    if weights.scaled:
+        return Verdict(True, f"XLA would widen all experts from {weights.weight} to {problem.dtype} at every call")
     few = mode_d_tokens(problem, chip)
     if tokens <= few and found.config.mode == "D":  # rows too long for it, or filled up to too many, are gathered
         return Verdict(True, f"up to {few} tokens it runs at the speed of reading the weights (calculated)")
@@ -68,12 +70,13 @@ def _is_about(threshold: Threshold, problem: Problem) -> bool:
 
 
 def without_xla(problem: Problem) -> str | None:
-    """Why none of the others but the kernel can run a problem, or None."""
-    p = problem
-    if p.weights.scaled:
-        return f"XLA's layer computes with unquantised experts only, not {p.format}"
-    if p.gate_up_bias or p.down_bias or p.post_norm is not None or p.scale_on_input or p.activation.name != "silu":
-        return "XLA's layer has no biases, no norm, no scaled input and no activation but silu"
+    """Why none of the others but the kernel can run a problem, or None.
+
+    They have every activation, biases, and every format: quantised experts are widened to the type of the tokens, which asks for no
+    arithmetic in their own.
+    """
+    if problem.post_norm is not None or problem.scale_on_input:
+        return "XLA's layer has no norm of experts' rows and no scaled input"
     return None
 
 

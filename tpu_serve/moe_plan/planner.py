@@ -54,7 +54,8 @@ class Planner:
         if not self.chip.is_tpu or "fused" in unavailable or supports(problem, self.chip) is not None:
             return False
         nothing_else_can = {"dense", "ragged"} <= unavailable.keys()
-        return self.num_devices > 1 or self.policy.tiles is not None or nothing_else_can
+        is_worth_it_alone = problem.weights.scaled or self.policy.tiles is not None or nothing_else_can
+        return self.num_devices > 1 or is_worth_it_alone
 
     def prepare(self, buckets: Iterable[int], *, is_strict: bool = False, is_quiet: bool = False) -> None:
         """Plans for all token counts that the server will run, and one line that says how many have a row of their own.

@@ -54,20 +54,26 @@ def fused_traffic(problem: Problem, config: Config) -> Traffic:
 
 
 def xla_traffic(problem: Problem, path: str) -> Traffic:
-    """Of a path for one device that runs on each of them with its own experts, the results summed in float32 over all."""
+    """Of a path for one device that runs on each of them with its own experts, the results summed in float32 over all.
+
+    Quantised experts are widened first, all of them: read as they are stored, written in the type of the tokens, and read again as needed.
+    """
     p, size = problem, item_bytes(problem.dtype)
+    wide = 3 * p.hidden * p.intermediate * size
+    widening = p.local_experts * (expert_bytes(p) + wide) if p.weights.scaled else 0.0
+    read = wide if p.weights.scaled else expert_bytes(p)
     tokens, rows = p.num_tokens * p.hidden, p.num_tokens * p.top_k
     if path == "dense":
         experts = p.local_experts
         inner = p.num_tokens * experts * p.intermediate
-        hbm = experts * expert_bytes(p) + size * (tokens + 6 * inner + 2 * p.num_tokens * experts * p.hidden)
+        hbm = experts * read + size * (tokens + 6 * inner + 2 * p.num_tokens * experts * p.hidden)
     else:  # rows of other devices' experts are moved as well; only the products leave them out
         inner = rows * p.intermediate
         hbm = (
-            active_experts(p) * expert_bytes(p)
+            active_experts(p) * read
             + size * (4 * rows * p.hidden + 2 * inner)
             + 4.0 * (4 * inner + 3 * rows * p.hidden)
         )
     total = (p.num_devices - 1) / p.num_devices
     sent = total * tokens * ((size + 4) if p.sequence_parallel else 2 * 4)
-    return Traffic(round(hbm), round(sent))
+    return Traffic(round(widening + hbm), round(sent))

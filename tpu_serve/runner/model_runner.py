@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_serve.device.batch import Batch, pytree
-from tpu_serve.layers.attention import paged_attention
+from tpu_serve.device.batch import pytree
+from tpu_serve.layers.mixing import PagedMixing
 from tpu_serve.layers.sampler import Sampled, sample
 from tpu_serve.models.base import Experts, Model
 from tpu_serve.request import TokenLogprobs
@@ -31,11 +31,11 @@ class DeviceState:
     """What lives on the device from step to step; each step consumes it and returns the next.
 
     Attributes:
-      caches: KV cache, one array per attention layer.
+      caches: pages of keys and values or recurrent state, for each layer as `CacheLayout` arranges them.
       last_token: i32[slots], token that each slot sampled last.
     """
 
-    caches: list[jax.Array]
+    caches: list[Any]
     last_token: jax.Array
 
 
@@ -51,29 +51,23 @@ def model_step(
     model: Model,
     experts: Experts,
     layout: PackLayout,
+    windows: tuple[int | None, ...],
     num_valid_ids: int,
     params: Any,
     state: DeviceState,
     packed: jax.Array,
 ) -> tuple[DeviceState, Sampled]:
-    """One whole step: tokens in, tokens out. The first four arguments are static; `packed` is what `pack` wrote."""
+    """One whole step: tokens in, tokens out. The first five arguments are static; `packed` is what `pack` wrote."""
     batch = layout.unpack(packed)
     in_flight = batch.from_slot >= 0
     token_ids = jnp.where(in_flight, state.last_token[jnp.maximum(batch.from_slot, 0)], batch.token_ids)
-    attend = _attention_over(batch)
+    mixing = PagedMixing(batch, windows)
     hidden, caches = model.forward(
-        params, token_ids, batch.positions, batch.seq_of_token >= 0, state.caches, attend, experts
+        params, token_ids, batch.positions, batch.seq_of_token >= 0, state.caches, mixing, experts
     )
     sampled = sample(model.logits(params, hidden[batch.sample_at]), batch.sampling, num_valid_ids)
     last_token = state.last_token.at[batch.slots].set(sampled.token_ids, mode="drop")
     return DeviceState(caches, last_token), sampled
-
-
-def _attention_over(batch: Batch) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return paged_attention(q, k, v, cache, batch, scale=q.shape[-1] ** -0.5)
-
-    return attend
 
 
 class ModelRunner:
@@ -85,6 +79,7 @@ class ModelRunner:
       state: fresh device state; owned by the runner from now on. Where several devices share the work, each holds all of `last_token`.
       experts: the mixture-of-experts backend.
       layouts: one per token bucket, in rising order.
+      windows: of the model's attention layers, in the order of the batch's page tables.
       num_valid_ids: token ids from here on are never sampled.
     """
 
@@ -95,6 +90,7 @@ class ModelRunner:
         state: DeviceState,
         experts: Experts,
         layouts: list[PackLayout],
+        windows: tuple[int | None, ...],
         num_valid_ids: int,
     ):
         self.params, self._state = params, state
@@ -108,7 +104,7 @@ class ModelRunner:
         self._step = {
             size: jax.jit(
                 lambda params, state, packed, layout=layout: model_step(
-                    model, experts, layout, num_valid_ids, params, state, packed
+                    model, experts, layout, windows, num_valid_ids, params, state, packed
                 ),
                 donate_argnums=(1,),
                 # State stays where it lies, or the next step could not take it; samples go where the host can read them whole.

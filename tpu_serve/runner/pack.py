@@ -17,6 +17,7 @@ from tpu_serve.scheduler.page_pool import PADDING_PAGE
 from tpu_serve.scheduler.step import Scheduled
 
 _FLOATS = ("temperature", "top_p", "min_p")
+_STATE = ("state_read", "state_write", "snapshot_write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class PackLayout:
       max_pages: P, width of the page table.
       page_size: tokens per page.
       num_slots: slots of the device state; the value `num_slots` itself stands for "no slot".
+      num_tables: page tables, one for each window.
+      num_snapshots: rows of recurrent state behind those of the slots; None without such state. Their total stands for "no row".
     """
 
     num_tokens: int
@@ -36,17 +39,25 @@ class PackLayout:
     max_pages: int
     page_size: int
     num_slots: int
+    num_tables: int = 1
+    num_snapshots: int | None = None
+
+    @property
+    def num_state_rows(self) -> int:
+        return self.num_slots + (self.num_snapshots or 0)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every field, in the order in which they are packed."""
         tokens, rows = (self.num_tokens,), (self.num_rows,)
         return {
-            **dict.fromkeys(("token_ids", "from_slot", "positions", "seq_of_token", "kv_index"), tokens),
-            "page_table": (self.num_rows, self.max_pages),
+            **dict.fromkeys(("token_ids", "from_slot", "positions", "seq_of_token"), tokens),
+            "kv_index": (self.num_tables, self.num_tokens),
+            "page_table": (self.num_tables, self.num_rows, self.max_pages),
             "kv_lens": rows,
             "cu_q_lens": (self.num_rows + 1,),
             **dict.fromkeys(("num_seqs", "num_tokens"), ()),
             **dict.fromkeys(("sample_at", "slots"), rows),
+            **dict.fromkeys(_STATE, (0,) if self.num_snapshots is None else rows),
             **dict.fromkeys(
                 ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "choice", "output_position"), rows
             ),
@@ -86,12 +97,16 @@ def pack(scheduled: tuple[Scheduled, ...], layout: PackLayout) -> np.ndarray:
     fields = layout.views(flat)
     fields["from_slot"].fill(-1)
     fields["seq_of_token"].fill(-1)
-    fields["kv_index"][:] = PADDING_PAGE * layout.page_size + np.arange(layout.num_tokens) % layout.page_size
+    fields["kv_index"][...] = PADDING_PAGE * layout.page_size + np.arange(layout.num_tokens) % layout.page_size
     fields["slots"].fill(layout.num_slots)
     fields["top_p"].fill(1.0)
+    for name in _STATE:
+        fields[name].fill(layout.num_state_rows)
     at = 0
     for row, item in enumerate(scheduled):
         at = _pack_tokens(item, row, at, fields, layout.page_size)
+        if layout.num_snapshots is not None:
+            _pack_state(item, row, fields, layout)
         if item.samples:
             _pack_sampling(item, row, fields)
     fields["cu_q_lens"][len(scheduled) + 1 :] = at
@@ -103,16 +118,18 @@ def pack(scheduled: tuple[Scheduled, ...], layout: PackLayout) -> np.ndarray:
 def _pack_tokens(item: Scheduled, row: int, at: int, fields: dict[str, np.ndarray], page_size: int) -> int:
     sequence, start, end = item.sequence, item.start, item.start + item.length
     stop = at + item.length
-    pages = fields["page_table"][row]
-    pages[: len(sequence.pages)] = sequence.pages
     if item.length == 1:  # a decode: scalar writes are several times faster than slices of one
         page, offset = divmod(start, page_size)
         fields["positions"][at] = start
-        fields["kv_index"][at] = sequence.pages[page] * page_size + offset
+        for table, index, pages in zip(fields["page_table"], fields["kv_index"], sequence.pages, strict=True):
+            table[row, : len(pages)] = pages
+            index[at] = pages[page] * page_size + offset
     else:
         positions = np.arange(start, end, dtype=np.int32)
         fields["positions"][at:stop] = positions
-        fields["kv_index"][at:stop] = pages[positions // page_size] * page_size + positions % page_size
+        for table, index, pages in zip(fields["page_table"], fields["kv_index"], sequence.pages, strict=True):
+            table[row, : len(pages)] = pages
+            index[at:stop] = table[row][positions // page_size] * page_size + positions % page_size
     known = min(end, len(sequence.tokens))
     fields["token_ids"][at : at + known - start] = sequence.tokens[start:known]
     if known < end:  # the last token is in flight: the device reads its own copy
@@ -122,6 +139,17 @@ def _pack_tokens(item: Scheduled, row: int, at: int, fields: dict[str, np.ndarra
     fields["cu_q_lens"][row + 1] = stop
     fields["sample_at"][row] = stop - 1
     return stop
+
+
+def _pack_state(item: Scheduled, row: int, fields: dict[str, np.ndarray], layout: PackLayout) -> None:
+    slot = item.sequence.slot
+    if item.restore >= 0:
+        fields["state_read"][row] = layout.num_slots + item.restore
+    else:
+        fields["state_read"][row] = slot if item.start else -1
+    fields["state_write"][row] = slot
+    if item.snapshot >= 0:
+        fields["snapshot_write"][row] = layout.num_slots + item.snapshot
 
 
 def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> None:

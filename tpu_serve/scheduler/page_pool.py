@@ -18,21 +18,49 @@ def hash_page(parent: bytes, tokens: Seq[int], salt: str) -> bytes:
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
 
 
+def most_pages(num_tokens: int, most_at_once: int, page_size: int, window: int | None) -> int:
+    """Most pages that a sequence of so many tokens holds at a time.
+
+    Args:
+      most_at_once: tokens that a step computes of it.
+      window: tokens that a token sees, its own included; None for all.
+    """
+    whole = -(-num_tokens // page_size)
+    if window is None:
+        return whole
+    # What a chunk needs begins somewhere in a page and ends somewhere in another.
+    return min(whole, (window - 1 + most_at_once + page_size - 2) // page_size + 1)
+
+
 class PagePool:
     """Reference-counted pages with a hash index over full ones.
 
     A page is *held* (reference count above zero) or *free*. A free page that is still in the index keeps its content and can be taken back
     by `match`; `take` hands out free pages in the order in which they were released, forgetting what they held.
+
+    Args:
+      window: tokens that the layers of these pages see, a token's own included; None for all.
+
+    Raises:
+      ValueError: there is no page to hand out.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None):
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages (one is for padding), got {num_pages}")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(1, num_pages))
         self._references = [0] * num_pages
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_pages
+
+    def first_page(self, start: int) -> int:
+        """Index of the first page of a sequence that its token at `start`, or any later one, sees."""
+        return 0 if self.window is None else max(0, start - self.window + 1) // self.page_size
+
+    def most_pages(self, num_tokens: int, most_at_once: int) -> int:
+        """Most pages that a sequence of so many tokens holds at a time, if a step computes at most `most_at_once` of them."""
+        return most_pages(num_tokens, most_at_once, self.page_size, self.window)
 
     @property
     def num_free(self) -> int:

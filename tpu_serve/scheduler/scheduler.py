@@ -12,18 +12,24 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from tpu_serve.request import FinishReason, Request, TokenOutput
-from tpu_serve.scheduler.page_pool import PagePool, hash_page
+from tpu_serve.scheduler.cache import Cache, Match
+from tpu_serve.scheduler.page_pool import hash_page
 from tpu_serve.scheduler.sequence import Sequence, Status
 from tpu_serve.scheduler.step import SampledToken, Scheduled, SchedulerOutput, SchedulerStats
 
 NOT_A_NUMBER = "the model's output for this request is not a number"
 
 
+def num_slots(max_num_seqs: int) -> int:
+    """Rows of per-sequence state. A leaving sequence keeps its slot for one more step, so twice as many as a step has never run out."""
+    return 2 * max_num_seqs
+
+
 class Scheduler:
     """First come, first served: running sequences in order of arrival, then waiting ones, within one token budget.
 
     Args:
-      pool: pages of the KV cache; a single sequence of `max_model_len` tokens must fit.
+      cache: the device's memory; a single sequence of `max_model_len` tokens must fit.
       max_num_seqs: most sequences in a step.
       max_num_batched_tokens: most tokens in a step, at least `max_num_seqs`.
       max_model_len: longest sequence, prompt and answer together.
@@ -35,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: PagePool,
+        cache: Cache,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -48,25 +54,25 @@ class Scheduler:
             raise ValueError(
                 f"max_num_batched_tokens ({max_num_batched_tokens}) is smaller than max_num_seqs ({max_num_seqs})"
             )
-        if -(-max_model_len // pool.page_size) > pool.num_usable:
-            raise ValueError(
-                f"{pool.num_usable} pages of {pool.page_size} tokens cannot hold max_model_len {max_model_len}"
-            )
-        self.pool, self.max_num_seqs, self.max_model_len = pool, max_num_seqs, max_model_len
+        for pool in cache.pools:
+            if pool.most_pages(max_model_len, max_num_batched_tokens) > pool.num_usable:
+                raise ValueError(
+                    f"{pool.num_usable} pages of {pool.page_size} tokens cannot hold max_model_len {max_model_len}"
+                )
+        self.cache, self.max_num_seqs, self.max_model_len = cache, max_num_seqs, max_model_len
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.stats = SchedulerStats()
         self._by_id: dict[str, Sequence] = {}
         self._leaving: dict[Sequence, None] = {}  # preempted or finished, but a launched step still names them
-        # A leaving sequence keeps its slot for one more step, so twice as many slots as rows never run out.
-        self.num_slots = 2 * max_num_seqs
+        self.num_slots = num_slots(max_num_seqs)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._step_id = 0
 
     def reset(self) -> None:
         """Forgets every request, page, slot and cached prefix, in whatever state a step that was cut short left them. Counters stay."""
-        self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+        self.cache = self.cache.emptied()
         self.waiting.clear()
         self.running.clear()
         self._by_id.clear()
@@ -110,6 +116,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Plans the next step; None when nothing can run before a launched step is committed."""
+        if self.cache.snapshots is not None:
+            self.cache.snapshots.settle()
         scheduled: list[Scheduled] = []
         preempted: list[Sequence] = []
         budget = self._schedule_running(scheduled, preempted)
@@ -123,31 +131,36 @@ class Scheduler:
     def _schedule_running(self, scheduled: list[Scheduled], preempted: list[Sequence]) -> int:
         """Returns the budget left for waiting sequences: none while running ones are short of pages.
 
-        Only the youngest can have more than one token to compute, since nothing is admitted behind a prompt that did not fit the budget.
-        So every decode gets its token before a chunk takes the rest.
+        Every decode gets its token before a chunk takes the rest: usually only the youngest has more than one to compute, since nothing is
+        admitted behind a prompt that did not fit the budget; and a chunk leaves one token for each sequence behind it.
         """
-        budget, page_size, short = self.max_num_batched_tokens, self.pool.page_size, False
-        for sequence in tuple(self.running):
+        budget, short = self.max_num_batched_tokens, False
+        for index, sequence in enumerate(tuple(self.running)):
             if preempted and sequence.status is not Status.RUNNING:
                 break  # preempted a moment ago, like all younger ones
             num_tokens = len(sequence.tokens) + sequence.num_inflight
             if num_tokens >= sequence.max_num_tokens:
                 continue  # a token in flight is certainly its last: computing more would be thrown away
-            length = min(num_tokens - sequence.num_computed, budget)
-            num_missing = -(-(sequence.num_computed + length) // page_size) - len(sequence.pages)
-            if num_missing > 0:
-                # An older sequence that waits for pages gets them first. It waits rather than preempts while pages are about to come.
-                while not short and num_missing > self.pool.num_free:
-                    if self._leaving or self.running[-1] is sequence:
-                        short = True
-                    else:
-                        preempted.append(self._preempt_youngest())
-                if short:
-                    continue
-                sequence.pages += self.pool.take(num_missing)
+            start = sequence.num_computed
+            length = num_tokens - start
+            if length > 1:
+                length = self._chunk(sequence, min(length, budget - max(0, len(self.running) - index - 1)))
+            self.cache.trim(sequence, start)
+            # An older sequence that waits for pages gets them first. It waits rather than preempts while pages are about to come.
+            while not short and not self.cache.has_room(sequence, start + length):
+                if self._leaving or self.running[-1] is sequence:
+                    short = True
+                else:
+                    preempted.append(self._preempt_youngest())
+            if short and not self._has_pages(sequence, start + length):
+                continue
+            self.cache.grow(sequence, start + length)
             budget -= length
             scheduled.append(self._launch(sequence, length))
         return 0 if short or preempted else budget
+
+    def _has_pages(self, sequence: Sequence, end: int) -> bool:
+        return len(sequence.pages[0]) * self.cache.page_size >= end
 
     def _admit(self, scheduled: list[Scheduled], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -155,44 +168,64 @@ class Scheduler:
             if sequence.num_launched:  # preempted, and the step that still names it is under way
                 break
             num_tokens = len(sequence.tokens)
-            cached = self.pool.match(self._hashes(sequence, num_tokens - 1)) if self.enable_prefix_caching else []
-            num_cached = len(cached) * self.pool.page_size
+            match = self._match(sequence)
             # Room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work.
-            if self._num_pages(num_tokens) - len(cached) + self.pool.num_revived(cached) > self.pool.num_free:
+            if not self.cache.has_room_for(match, num_tokens, self.max_num_batched_tokens):
                 break
             self.waiting.popleft()
-            self.pool.retain(cached)
+            self.cache.hold(sequence, match)
+            num_cached = match.num_pages * self.cache.page_size
             if not sequence.num_preemptions:
                 sequence.num_cached = num_cached
                 self.stats.prefix_queries += num_tokens
                 self.stats.prefix_hits += num_cached
-            length = min(num_tokens - num_cached, budget)
-            sequence.pages = cached + self.pool.take(self._num_pages(num_cached + length) - len(cached))
-            sequence.num_computed, sequence.num_sealed = num_cached, len(cached)
+            sequence.num_computed, sequence.branch = num_cached, match.num_pages_seen * self.cache.page_size
+            length = self._chunk(sequence, min(num_tokens - num_cached, budget))
+            self.cache.grow(sequence, num_cached + length)
             sequence.slot, sequence.status = self._free_slots.pop(), Status.RUNNING
             self.running.append(sequence)
             budget -= length
-            scheduled.append(self._launch(sequence, length))
+            scheduled.append(self._launch(sequence, length, match.snapshot))
 
-    def _launch(self, sequence: Sequence, length: int) -> Scheduled:
+    def _match(self, sequence: Sequence) -> Match:
+        if not self.enable_prefix_caching:
+            return self.cache.nothing()
+        return self.cache.match(self._hashes(sequence, len(sequence.tokens) - 1))
+
+    def _chunk(self, sequence: Sequence, length: int) -> int:
+        """How many of the next `length` tokens to compute now. Recurrent state can be gone on from only where a chunk ended at the end of a
+        page, so one ends at the last page of a prompt, where the cache has seen prompts part ways, and wherever it is cut short."""
+        if self.cache.snapshots is None or not self.enable_prefix_caching:
+            return length
+        start, size, num_known = sequence.num_computed, self.cache.page_size, len(sequence.tokens)
+        end = start + length
+        if end < num_known and end // size * size > start:
+            end = end // size * size
+        last = (num_known - 1) // size * size
+        return min(cut for cut in (end, sequence.branch, last) if start < cut <= end) - start
+
+    def _launch(self, sequence: Sequence, length: int, restore: int = -1) -> Scheduled:
         start, num_known = sequence.num_computed, len(sequence.tokens)
         end = start + length
         samples = end == num_known + sequence.num_inflight
         sequence.num_computed = end
         sequence.num_launched += 1
         sequence.num_inflight += samples
+        snapshot = self._take_snapshot(sequence, end)
         if start < num_known:
             self.stats.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - start)
             # Attention writes a step's keys and values before it reads any, so pages may be shared from this very step on.
             self._seal(sequence)
-        return Scheduled(sequence, start, length, samples)
+        return Scheduled(sequence, start, length, samples, restore, snapshot)
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.page_size)
+    def _take_snapshot(self, sequence: Sequence, end: int) -> int:
+        if self.cache.snapshots is None or not self.enable_prefix_caching or end % self.cache.page_size:
+            return -1
+        return self.cache.snapshots.take(sequence, end, is_answer=end > sequence.num_prompt)
 
     def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Content hashes of the full pages among the first `num_tokens` tokens, which must be known."""
-        size, hashes = self.pool.page_size, sequence.page_hashes
+        size, hashes = self.cache.page_size, sequence.page_hashes
         for page in range(len(hashes), num_tokens // size):
             parent = hashes[-1] if hashes else b""
             hashes.append(
@@ -203,12 +236,12 @@ class Scheduler:
     def _seal(self, sequence: Sequence) -> None:
         """Offers the pages that are full of known and computed tokens to the prefix cache."""
         num_tokens = min(sequence.num_computed, len(sequence.tokens))
-        if num_tokens // self.pool.page_size == sequence.num_sealed or not self.enable_prefix_caching:
+        if num_tokens // self.cache.page_size == sequence.num_sealed or not self.enable_prefix_caching:
             return
         hashes = self._hashes(sequence, num_tokens)
-        for page in range(sequence.num_sealed, len(hashes)):
-            self.pool.seal(sequence.pages[page], hashes[page])
-        sequence.num_sealed = len(hashes)
+        self.cache.seal(sequence, hashes)
+        if self.cache.snapshots is not None:
+            self.cache.snapshots.seal(sequence, hashes, self.cache.page_size)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
@@ -237,8 +270,8 @@ class Scheduler:
             self._leaving[sequence] = None
             return
         self._leaving.pop(sequence, None)
-        self.pool.release(sequence.pages)
-        sequence.pages, sequence.num_computed, sequence.num_sealed = [], 0, 0
+        self.cache.release(sequence)
+        sequence.num_computed = 0
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
@@ -294,11 +327,12 @@ class Scheduler:
           AssertionError: something leaked or is held twice.
         """
         holders: Iterable[Sequence] = [*self.running, *self._leaving]
-        self.pool.check([sequence.pages for sequence in holders])
+        self.cache.check(holders)
         slots = [sequence.slot for sequence in holders]
         assert sorted([*slots, *self._free_slots]) == list(range(self.num_slots)), "slots leaked or are held twice"
         assert len(self.running) <= self.max_num_seqs
-        assert all(sequence.num_tokens - sequence.num_computed == 1 for sequence in self.running[:-1])
+        if self.cache.snapshots is None:  # otherwise chunks end early, and others are admitted behind them
+            assert all(sequence.num_tokens - sequence.num_computed == 1 for sequence in self.running[:-1])
         assert {*self.running, *self.waiting} == set(self._by_id.values())
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
         assert all(sequence.status is Status.WAITING for sequence in self.waiting)

@@ -11,12 +11,20 @@ from tpu_serve.scheduler.sequence import Sequence
 # One of each is made for every row of every step; a frozen one takes four times as long to make.
 @dataclass(slots=True)
 class Scheduled:
-    """Compute `length` tokens of a sequence from position `start`; `samples`: the last of them yields the next token."""
+    """Compute `length` tokens of a sequence from position `start`.
+
+    Attributes:
+      samples: the last of them yields the next token.
+      restore: snapshot that recurrent state starts from, -1 for the sequence's own state.
+      snapshot: snapshot that takes its state afterwards, -1 for none.
+    """
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
+    restore: int = -1
+    snapshot: int = -1
 
 
 @dataclass(frozen=True, slots=True)

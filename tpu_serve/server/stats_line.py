@@ -28,6 +28,6 @@ class StatsLine:
         return (
             f"Engine 000: Avg prompt throughput: {num_prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {num_generated / seconds:.1f} tokens/s, Running: {len(scheduler.running)} reqs, "
-            f"Waiting: {len(scheduler.waiting)} reqs, {preemptions}KV cache usage: {scheduler.pool.usage:.1%}, "
+            f"Waiting: {len(scheduler.waiting)} reqs, {preemptions}KV cache usage: {scheduler.cache.usage:.1%}, "
             f"Prefix cache hit rate: {hit_rate:.1%}"
         )

@@ -1,6 +1,7 @@
 """Implementations of the expert computation, and what is made of them for a model.
 
-Every one computes `sum_k weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t))` with e = expert_ids[t, k], and nothing for id -1.
+Every one computes `sum_k weights[t, k] * expert_e(x_t)` with e = expert_ids[t, k], and nothing for id -1; `expert.py` says what an expert
+computes.
 A backend is called with whole arrays, whatever devices they lie on. Those for one device are called so by `ExpertParallel`, once on each
 device of a mesh with that device's experts.
 """
@@ -8,14 +9,16 @@ device of a mesh with that device's experts.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_serve.config import MoEOptions
+from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import Chip
+from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
+from tpu_serve.layers.moe.expert import Expert
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.fused import Fused
 from tpu_serve.layers.moe.grouped import Grouped
@@ -32,18 +35,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
 class Dense(OneDevice):
-    """Every expert on every token: the oracle. Costs num_experts / top_k times the work that is needed."""
+    """Every expert on every token: the oracle. Costs num_experts / top_k times the work that is needed.
 
+    Quantised experts are all widened at every call.
+    """
+
+    expert: Expert = field(default_factory=Expert)
     name: str = "dense"
 
     def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         num_experts = len(weights.gate_up)
         chosen = routing.expert_ids[..., None] == jnp.arange(num_experts)  # [T, K, E]; id -1 matches none
         share = jnp.sum(jnp.where(chosen, routing.weights[..., None], 0.0), axis=1)
+        weights = self.expert.all_widened(weights, x.dtype)
         gate_up = jnp.einsum("th,ezhi->tezi", x, weights.gate_up)
-        inner = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        out = jnp.einsum("tei,eih->teh", inner, weights.down)
-        return jnp.einsum("teh,te->th", out.astype(jnp.float32), share)
+        bias = weights.gate_up_bias
+        inner = self.expert.inner(
+            gate_up[:, :, 0], gate_up[:, :, 1], None if bias is None else (bias[None, :, 0, 0], bias[None, :, 1, 0])
+        )
+        out = jnp.einsum("tei,eih->teh", inner.astype(x.dtype), weights.down).astype(jnp.float32)
+        if weights.down_bias is not None:
+            out += weights.down_bias[None, :, 0]
+        return jnp.einsum("teh,te->th", out, share)
 
 
 @dataclass(frozen=True)  # no slots: jax.jit keeps a weak reference to what it wraps
@@ -52,13 +65,18 @@ class Ragged(OneDevice):
 
     On TPU the grouped product is `jax.lax.ragged_dot`. On CPU, where XLA expands that into a product with every expert, each expert's rows are
     padded to blocks of rows and a loop runs over the blocks in use.
+
+    Quantised experts are widened one at a time on CPU, those that have rows only. On TPU all experts of the device are at every call, whatever
+    tokens there are: XLA's grouped product takes no other types, and nothing says which experts it will read. A layer takes as much memory
+    as its weights have in the type of the tokens meanwhile, and writes and reads that much.
     """
 
     chip_is_tpu: bool
+    expert: Expert = field(default_factory=Expert)
     name: str = "ragged"
 
     def weighted_sum(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        return (_ragged_dot if self.chip_is_tpu else _row_blocks)(x, routing, weights)
+        return (_ragged_dot if self.chip_is_tpu else _row_blocks)(x, routing, weights, self.expert)
 
 
 def _sort_by_expert(expert_ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,7 +98,8 @@ def _combine(rows: jax.Array, routing: Routing) -> jax.Array:
     return jnp.sum(jnp.where(valid, rows.astype(jnp.float32) * routing.weights[..., None], 0.0), axis=1)
 
 
-def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights, rule: Expert) -> jax.Array:
+    weights = rule.all_widened(weights, x.dtype)
     top_k, (num_experts, _, hidden, inner) = routing.expert_ids.shape[1], weights.gate_up.shape
     order, rank, counts = _sort_by_expert(routing.expert_ids, num_experts)
     # Each expert's rows twice in a row, for its gate and for its up projection, so that [E, 2, H, I] serves as 2E matrices where it lies:
@@ -89,13 +108,17 @@ def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     sizes = jnp.concatenate([counts, len(order) - num_valid])
     starts = jnp.concatenate([jnp.cumsum(counts) - counts, num_valid])
     expert = jnp.where(routing.expert_ids < 0, num_experts, routing.expert_ids).reshape(-1)[order]
+    bias, biased = weights.gate_up_bias, jnp.minimum(expert, num_experts - 1)  # rows without an expert may have any
     gate_row = jnp.arange(len(order), dtype=jnp.int32) + starts[expert]
     up_row = gate_row + sizes[expert]
     token = jnp.zeros(2 * len(order), jnp.int32).at[gate_row].set(order // top_k).at[up_row].set(order // top_k)
     matrices = weights.gate_up.reshape(2 * num_experts, hidden, inner)
     both = jax.lax.ragged_dot(x[token], matrices, jnp.repeat(counts, 2), preferred_element_type=jnp.float32)
-    product = (jax.nn.silu(both[gate_row]) * both[up_row]).astype(x.dtype)
+    biases = None if bias is None else (bias[biased, 0, 0], bias[biased, 1, 0])
+    product = rule.inner(both[gate_row], both[up_row], biases).astype(x.dtype)
     out = jax.lax.ragged_dot(product, weights.down, counts, preferred_element_type=jnp.float32)
+    if weights.down_bias is not None:
+        out += weights.down_bias[biased, 0]
     return _combine(out[rank].reshape(len(x), top_k, hidden), routing)
 
 
@@ -104,7 +127,7 @@ def _block_rows(num_assignments: int, num_experts: int) -> int:
     return 8 if num_assignments <= 8 * num_experts else 16 if num_assignments <= 16 * num_experts else 32
 
 
-def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights, rule: Expert) -> jax.Array:
     num_tokens, top_k = routing.expert_ids.shape
     num_experts, hidden = len(weights.gate_up), x.shape[1]
     num_assignments = num_tokens * top_k
@@ -124,17 +147,24 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     def body(block: jax.Array, out: jax.Array) -> jax.Array:
         expert = expert_of_block[block]
         rows = jax.lax.dynamic_slice_in_dim(buffer, block * size, size)
-        gate_up, down = _one_expert(weights, expert, block)
-        inner = jax.nn.silu(rows @ gate_up[0]) * (rows @ gate_up[1])
-        done = inner @ down
-        return jax.lax.dynamic_update_slice_in_dim(out, done, block * size, axis=0)
+        one = rule.widened(_one_expert(weights, expert, block), x.dtype)
+        bias = one.gate_up_bias
+        biases = None if bias is None else (bias[0], bias[1])
+        inner = rule.inner(rows @ one.gate_up[0], rows @ one.gate_up[1], biases).astype(x.dtype)
+        done = inner @ one.down
+        if one.down_bias is not None:
+            done = done.astype(jnp.float32) + one.down_bias
+        return jax.lax.dynamic_update_slice_in_dim(out, done.astype(x.dtype), block * size, axis=0)
 
     out = jax.lax.fori_loop(0, blocks_end[-1], body, jnp.zeros_like(buffer))
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
 
 
-def _one_expert(weights: ExpertWeights, expert: jax.Array, trip: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An expert's matrices inside of a loop.
+_BITS = {"bfloat16": jnp.uint16, "float8_e4m3fn": jnp.uint8, "float4_e2m1fn": jnp.uint4}
+
+
+def _one_expert(weights: ExpertWeights, expert: jax.Array, trip: jax.Array) -> ExpertWeights:
+    """An expert's weights inside of a loop, as they are stored, without the axis E.
 
     XLA's CPU backend slices bfloat16 by converting the whole array to float32, and moves that out of the loop: every call would convert all
     experts. Bits are sliced as they lie; the barrier keeps them where the loop is.
@@ -144,12 +174,13 @@ def _one_expert(weights: ExpertWeights, expert: jax.Array, trip: jax.Array) -> t
     """
 
     def slice_of(array: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
-        one = jax.lax.dynamic_index_in_dim(bits, expert, keepdims=False)
+        bits = _BITS.get(array.dtype.name)
+        stored = array if bits is None else jax.lax.bitcast_convert_type(array, bits)
+        one = jax.lax.dynamic_index_in_dim(stored, expert, keepdims=False)
         return jax.lax.bitcast_convert_type(one, array.dtype)
 
-    gate_up, down, _ = jax.lax.optimization_barrier((weights.gate_up, weights.down, trip))
-    return slice_of(gate_up), slice_of(down)
+    held, _ = jax.lax.optimization_barrier((weights, trip))
+    return jax.tree.map(slice_of, held)
 
 
 def choose_backend(
@@ -159,7 +190,7 @@ def choose_backend(
 
     Args:
       mesh: the devices that the experts are split over; a backend for one device runs on each of them.
-      dtype: of the tokens and the weights.
+      dtype: of the tokens, and of weights without a format.
       rows: of the chip's tuning tables.
 
     Raises:
@@ -169,11 +200,16 @@ def choose_backend(
     def everywhere(local: OneDevice) -> Portable:
         return local if mesh.size == 1 else ExpertParallel(local, mesh)
 
-    fused = Fused(mesh, chip)
+    if config.format is not None and config.format not in FORMATS:
+        raise ConfigError(
+            f"The experts' number format {config.format!r} is unknown; supported are {', '.join(FORMATS)}."
+        )
+    fused, expert = Fused(mesh, chip), Expert(config.activation, config.format)
+    grouped = Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip, expert)
     others = {
-        "dense": everywhere(Dense()),
-        "ragged": everywhere(Ragged(chip.is_tpu)),
-        "grouped": everywhere(Grouped(options.moe_permute, options.moe_combine, options.moe_grouped_matmul, chip)),
+        "dense": everywhere(Dense(expert)),
+        "ragged": everywhere(Ragged(chip.is_tpu, expert)),
+        "grouped": everywhere(grouped),
     }
     reasons = {name: backend.supports(config, chip) for name, backend in {"fused": fused, **others}.items()}
     policy = Policy(
@@ -190,5 +226,19 @@ def choose_backend(
 
 
 def layer_of(config: MoEConfig, dtype: str) -> MoELayer:
-    """The layer of a model as plans know it."""
-    return MoELayer(config.num_experts, config.top_k, config.hidden, config.intermediate, format=dtype, dtype=dtype)
+    """The layer of a model as plans know it.
+
+    Args:
+      dtype: of the tokens, and of weights without a format.
+    """
+    return MoELayer(
+        config.num_experts,
+        config.top_k,
+        config.hidden,
+        config.intermediate,
+        format=config.format or dtype,
+        dtype=dtype,
+        activation=config.activation,
+        gate_up_bias=config.has_biases,
+        down_bias=config.has_biases,
+    )

@@ -40,20 +40,26 @@ class Fused:
     name: str = "fused"
 
     def padding(self, layer: MoELayer) -> Mapping[str, int]:
-        """Multiples to which axes of the expert weights are filled up when they are loaded."""
+        """Multiples to which axes of the expert weights are filled up when they are loaded; `moe_plan.layer.kernel_shapes` has what comes of it.
+
+        Rows of scales have no such axis: as many are loaded as `kernel_shapes` has, whatever they hold beyond the blocks of the true sizes.
+        """
         multiple = problem_of(layer, 1, self.mesh.size, Policy()).intermediate_multiple
         return MappingProxyType({"expert_hidden": LANES, "expert_inner": multiple})
 
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
         """What this layer lacks, whatever the number of tokens; the rest is the plan's question."""
-        if config.has_scales:
-            return f"{self.name} is not given the scales of quantised experts yet."
-        if config.has_biases:
-            return f"{self.name} is not given the biases that this model's experts have yet."
         return None
 
     def run(self, plan: MoEPlan, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        """[T, H] -> [T, H] in the type of x, by a plan that takes the kernel for T tokens."""
+        """[T, H] -> [T, H] in the type of x, by a plan that takes the kernel for T tokens.
+
+        Args:
+          weights: shaped as `moe_plan.layer.kernel_shapes` says, scales and biases in float32.
+
+        Raises:
+          ValueError: an array does not fit the plan's problem.
+        """
         assert plan.config is not None
         interpret: Any = False if self.chip.is_tpu else pltpu.InterpretParams()
         everywhere, by_expert = PartitionSpec(), PartitionSpec(MODEL_AXIS)
@@ -61,7 +67,7 @@ class Fused:
         run = jax.shard_map(
             partial(fused_moe_v2, problem=plan.problem, config=plan.config, call=call),
             mesh=self.mesh,
-            in_specs=(everywhere, everywhere, everywhere, by_expert),
+            in_specs=(everywhere, everywhere, everywhere, by_expert),  # matrices, scales and biases all begin with E
             out_specs=everywhere,
             # The kernel's result is the same on every device because each receives the same rows, which no type can say.
             check_vma=False,

@@ -13,19 +13,17 @@ from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
 
 class OneDevice(ABC):
-    """A backend that knows of one device only, and of unquantised weights without biases."""
+    """A backend that knows of one device only."""
 
     name: str
 
     @property
     def padding(self) -> Mapping[str, int]:
+        """Multiples to which axes of the expert weights are filled up when they are loaded."""
         return MappingProxyType({})
 
     def supports(self, config: MoEConfig, chip: Chip) -> str | None:
-        if config.has_scales:
-            return f"{self.name} computes with unquantised experts only."
-        if config.has_biases:
-            return f"{self.name} adds no biases, which this model's experts have."
+        """What this backend lacks, whatever the number of tokens, or None. What all of them lack is `moe_plan.path.without_xla`'s answer."""
         return None
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:

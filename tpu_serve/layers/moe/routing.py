@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tpu_serve.config import ConfigError
 from tpu_serve.device.batch import pytree
 from tpu_serve.device.experts import ExpertWeights
+from tpu_serve.kernels.fused_moe_v2.problem import Activation
 
 __all__ = ["ExpertWeights", "MoEConfig", "Routing", "route"]
 
@@ -22,8 +23,9 @@ class MoEConfig:
       num_experts, top_k: experts in all, and per token.
       hidden, intermediate: sizes of a token and of an expert's inner layer.
       renormalise: divide the chosen weights by their sum.
-      has_scales: the experts' weights are quantised.
+      format: name in `fused_moe_v2.formats.FORMATS` of the experts' weights; None where they have the model's type.
       has_biases: the experts' projections add a bias.
+      activation: between an expert's projections.
     """
 
     num_experts: int
@@ -31,8 +33,9 @@ class MoEConfig:
     hidden: int
     intermediate: int
     renormalise: bool
-    has_scales: bool = False
+    format: str | None = None
     has_biases: bool = False
+    activation: Activation = field(default_factory=Activation)
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -50,13 +53,24 @@ class Routing:
     expert_ids: jax.Array
 
 
-def route(x: jax.Array, router: jax.Array, config: MoEConfig, is_token: jax.Array) -> Routing:
+def route(
+    x: jax.Array,
+    router: jax.Array,
+    config: MoEConfig,
+    is_token: jax.Array,
+    bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+) -> Routing:
     """Softmax over all experts in float32, then the top k.
+
+    Renormalised, that is the softmax over the k chosen logits, as GPT-OSS and Mixtral have it.
 
     Args:
       x: [T, H].
       router: [H, E].
       is_token: bool[T], False for padding rows, which go to no expert.
+      bias: [E], added to the logits.
+      expert_scale: [E], factor on an expert's weight at the very end.
     """
     logits = jnp.dot(
         x.astype(jnp.float32),
@@ -64,8 +78,12 @@ def route(x: jax.Array, router: jax.Array, config: MoEConfig, is_token: jax.Arra
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    if bias is not None:
+        logits += bias.astype(jnp.float32)
     weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.top_k)
     if config.renormalise:
         weights /= weights.sum(axis=-1, keepdims=True)
+    if expert_scale is not None:
+        weights *= expert_scale.astype(jnp.float32)[ids]
     keep = is_token[:, None]
     return Routing(jnp.where(keep, weights, 0.0), jnp.where(keep, ids, -1).astype(jnp.int32))
