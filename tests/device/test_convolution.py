@@ -48,6 +48,7 @@ CASES = {
     "nothing at all": ([], SHORT),
     "decodes and chunks": ([1] * 5 + [2, 3, 4, 5, 40], LONG),
     "rows of any order, some empty": ([3, 1, 0, 20, 1, 0, 2], LONG),
+    "decodes behind a chunk": ([12, 1, 1, 1, 1, 1, 1], LONG),
     "a bucket shorter than the taps": ([2], (2, 2)),
 }
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_serve.config import ConfigError, MoEOptions
+from tpu_serve.config import MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
 from tpu_serve.device.experts import ExpertWeights
 from tpu_serve.device.mesh import make_mesh
@@ -99,14 +99,3 @@ def test_choice_of_backend_on_several_devices(caplog):
     assert "MoE backend: ragged on each of 2 devices" in caplog.text
     assert chosen("auto", cpu_chip(), 2).name == "ragged on each of 2 devices"
     assert chosen("dense", cpu_chip(), 1) == Dense()
-
-
-@pytest.mark.parametrize("name", ["auto", "dense", "ragged"])
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize(
-    ("feature", "words"), [("has_scales", "unquantised experts only"), ("has_biases", "adds no biases")]
-)
-def test_what_no_backend_computes_is_refused(name, num_devices, feature, words):
-    config = MoEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INNER, True, **{feature: True})
-    with pytest.raises(ConfigError, match=f"--moe-backend {name} cannot run this model: .*{words}"):
-        choose_backend(MoEOptions(name), config, cpu_chip(), mesh(num_devices), "float32")

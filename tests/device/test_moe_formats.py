@@ -53,12 +53,10 @@ def check(name, format, activation, has_biases):
     assert_close(out, wanted.expected, dtype)
 
 
-@pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_activations_and_biases(name, activation, has_biases):
-    if not (has_biases and name == "grouped"):
-        check(name, "float32", activation, has_biases)
+def test_activations_and_biases(name, activation):
+    check(name, "float32", activation, has_biases=activation in ("silu", "swigluoai") and name != "grouped")
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
@@ -71,25 +69,25 @@ def test_activations_and_biases_in_every_format(format, activation, has_biases):
     check(names[number % len(names)], format, activation, has_biases)
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "fp8_block128", "int8_channel"])
-def test_tokens_in_bfloat16(format):
-    wanted = layer(format, "swigluoai", True, "bfloat16", num_tokens=60)
-    for name in ("dense", "row blocks", "ragged_dot"):
-        out = jax.jit(backend_of(name, config_of(format, "swigluoai", True)))(*wanted.arguments())
-        assert out.dtype == jnp.bfloat16
-        assert_close(out, wanted.expected, "bfloat16")
-
-
-@pytest.mark.parametrize("num_devices", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "format", "activation", "has_biases"),
+    ("name", "format"), [("dense", "mxfp4"), ("row blocks", "fp8_block128"), ("ragged_dot", "int8_channel")]
+)
+def test_tokens_in_bfloat16(name, format):
+    wanted = layer(format, "swigluoai", True, "bfloat16", num_tokens=60)
+    out = jax.jit(backend_of(name, config_of(format, "swigluoai", True)))(*wanted.arguments())
+    assert out.dtype == jnp.bfloat16
+    assert_close(out, wanted.expected, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "activation", "has_biases", "num_devices"),
     [
-        ("dense", "mxfp4", "swigluoai", True),
-        ("row blocks", "mxfp4", "swigluoai", True),
-        ("ragged_dot", "mxfp4", "swigluoai", True),
-        ("row blocks", "fp8_block128", "silu", False),
-        ("ragged_dot", "int8_channel", "gelu_tanh", True),
-        ("grouped", "fp8_block128", "gelu_tanh", False),
+        ("dense", "mxfp4", "swigluoai", True, 4),
+        ("row blocks", "mxfp4", "swigluoai", True, 4),
+        ("row blocks", "fp8_block128", "silu", False, 2),
+        ("ragged_dot", "mxfp4", "swigluoai", True, 2),
+        ("ragged_dot", "int8_channel", "gelu_tanh", True, 4),
+        ("grouped", "fp8_block128", "gelu_tanh", False, 4),
     ],
 )
 def test_split_over_devices(name, format, activation, has_biases, num_devices):
@@ -101,8 +99,9 @@ def test_split_over_devices(name, format, activation, has_biases, num_devices):
     assert_close(run(*dataclasses.replace(wanted, weights=weights).arguments()), wanted.expected)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
-@pytest.mark.parametrize("format", ["bfloat16", "mxfp4", "fp8_block128", "int8_channel"])
+@pytest.mark.parametrize(
+    ("format", "num_devices"), [("bfloat16", 1), ("mxfp4", 1), ("mxfp4", 4), ("fp8_block128", 2), ("int8_channel", 4)]
+)
 def test_weights_that_are_filled_up_for_the_kernel(format, num_devices):
     """Steps that the kernel does not take have its shapes; rows of scales beyond the blocks are not read at all."""
     config, wanted = config_of(format, "swigluoai", True), layer(format, "swigluoai", True)
@@ -217,7 +216,7 @@ def test_the_plan_is_about_the_layer_as_it_is():
     made = choose_backend(MoEOptions(), config, TPU_CHIPS["v6e"], mesh(2), "bfloat16").planner.plan(64)
     assert made.path == "ragged"
     assert "not fused: format fp8_channel has products in float8_e4m3fn, which v6e has no arithmetic for" in made.reason
-    with pytest.raises(ConfigError, match="--moe-backend fused cannot run this model: .* format mxfp4 stores float4"):
+    with pytest.raises(ConfigError, match=r"--moe-backend fused cannot run this model: .* format mxfp4 stores float4"):
         choose_backend(
             MoEOptions("fused"),
             dataclasses.replace(config, format="mxfp4"),

@@ -19,6 +19,7 @@ from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import check, supports
+from tpu_serve.kernels.fused_moe_v2.problem import PostNorm
 from tpu_serve.moe_plan import planner as planner_module
 from tpu_serve.moe_plan.key import BUCKETS, KERNEL, key_of, problem_of_key, read_tiles
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
@@ -85,11 +86,12 @@ def refusal_of(ask):
     num_devices=st.sampled_from([1, 2, 3, 4, 6, 8, 16]),
     num_tokens=st.one_of(st.integers(1, 40000), st.sampled_from(BUCKETS)),
     sequence_parallel=st.booleans(),
+    post_norm=st.sampled_from([None, None, PostNorm(1e-6)]),
 )
 def test_every_plan_is_legal_or_refused_with_a_reason(
-    chip, workload, format, num_devices, num_tokens, sequence_parallel
+    chip, workload, format, num_devices, num_tokens, sequence_parallel, post_norm
 ):
-    layer = MoELayer.of_workload(workload, format)
+    layer = dataclasses.replace(MoELayer.of_workload(workload, format), post_norm=post_norm)
     if format == "float32":
         layer = dataclasses.replace(layer, dtype="float32")
     known = SHIPPED[chip.name]
@@ -261,18 +263,44 @@ def test_what_was_measured_with_another_jax_does_not_decide():
 
 
 def test_what_xla_cannot_run_goes_to_the_kernel_at_every_token_count():
-    quantised = dataclasses.replace(LAYER, format="int8_channel")
-    made = plan(300, layer=quantised)
+    normed = dataclasses.replace(LAYER, post_norm=PostNorm(1e-6))
+    made = plan(300, layer=normed)
     assert made.path == "fused"
-    assert (
-        "nothing else can (not ragged: XLA's layer computes with unquantised experts only, not int8_channel"
-        in made.reason
-    )
+    assert "nothing else can (not ragged: XLA's layer has no norm of experts' rows" in made.reason
     assert plan(300, unavailable={"ragged": "no", "dense": "no"}).path == "fused"
-    with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: XLA's layer has no biases"):
-        plan(64, layer=MoELayer.of_workload(WORKLOADS["GPT-OSS-120B"], "bfloat16"), backend="ragged")
-    with pytest.raises(ConfigError, match=r"fused: format fp8_channel has products .* ragged: XLA's layer computes"):
-        plan(64, layer=dataclasses.replace(LAYER, format="fp8_channel"))
+    with pytest.raises(ConfigError, match="--moe-backend ragged cannot run this model: XLA's layer has no norm"):
+        plan(64, layer=normed, backend="ragged")
+    with pytest.raises(ConfigError, match=r"fused: format fp8_channel has products .* ragged: XLA's layer has no norm"):
+        plan(64, layer=dataclasses.replace(normed, format="fp8_channel"))
+
+
+def test_quantised_experts_go_to_the_kernel_wherever_it_runs_their_format():
+    """XLA has to widen all of them first, whatever the tokens."""
+    quantised = dataclasses.replace(LAYER, format="int8_channel")
+    for tokens, num_devices in ((8, 1), (300, 1), (300, 8), (4096, 8)):
+        made = plan(tokens, layer=quantised, num_devices=num_devices)
+        assert made.path == "fused"
+        assert "XLA would widen all experts from int8 to bfloat16 at every call" in made.reason or tokens != 300
+    slower = rows(row(256, provenance=measured(us=130.0, us_xla=129.0), least=257, layer=quantised))
+    assert plan(256, slower, quantised).path == "ragged", "what was measured decides"
+    made = plan(64, layer=dataclasses.replace(LAYER, format="fp8_channel"))
+    assert made.path == "ragged"
+    assert made.reason.startswith("not fused: format fp8_channel has products in float8_e4m3fn, which v6e has no")
+    assert plan(64, layer=quantised, backend="dense").path == "dense"
+
+
+def test_widening_is_counted():
+    layer = dataclasses.replace(LAYER, format="int8_channel")
+    plain, widened = (plan(1, layer=one, num_devices=1, backend="ragged").hbm_bytes for one in (LAYER, layer))
+    values = 128 * 3 * 2048 * 768
+    scales = 128 * (2 * 768 + 2048) * 4
+    assert widened - plain == values + scales + 2 * values, "read as bytes and written in two; then the same is read"
+
+
+def test_biases_and_activations_are_no_reason_against_xla():
+    layer = MoELayer.of_workload(WORKLOADS["GPT-OSS-120B"], "bfloat16")
+    assert plan(300, layer=layer).path == "ragged"
+    assert plan(64, layer=layer, backend="ragged").path == "ragged"
 
 
 def test_a_reason_fits_the_mode_that_runs():
@@ -493,6 +521,8 @@ def test_weights_suit_the_kernel_wherever_a_plan_takes_it():
         LAYER,
         dataclasses.replace(LAYER, format="int8_channel"),
         MoELayer.of_workload(WORKLOADS["GPT-OSS-120B"], "bfloat16"),
+        dataclasses.replace(LAYER, format="fp8_channel"),
+        dataclasses.replace(LAYER, post_norm=PostNorm(1e-6)),
     ]
     policies = [
         Policy(),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FIXTURES, MODELS
+from cases import FIXTURES, PER_EXPERT_MODELS
 from expert_checkpoints import GIB, LAYER, contents, convert, experts, nothing_but, random_bits, write
 from safetensors import safe_open
 
@@ -21,7 +21,7 @@ from tpu_serve.hf_config import read_config
 from tpu_serve.models.registry import build_model
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=PER_EXPERT_MODELS)
 def fixture_folder(request):
     return FIXTURES / request.param
 

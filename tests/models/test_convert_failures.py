@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from cases import FIXTURES
 from expert_checkpoints import LAYER, contents, convert, experts, nothing_but, write
 
 from tpu_serve.checkpoint.layouts import FUSED, LAYOUTS, SPLIT
@@ -247,3 +248,13 @@ def test_help(capsys):
     shown = capsys.readouterr().out
     for word in (*LAYOUTS, "--moe-layout", "--max-shard-size SIZE", "(default: 5g)", "--overwrite", "[2, E, H/2, 2I]"):
         assert word in shown
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_fp8", "gpt_oss_mxfp4"])
+def test_quantised_experts_are_left_alone(name, tmp_path):
+    """Their scales would stay behind under the old names."""
+    with pytest.raises(
+        ConfigError, match=r"is quantised \(quant_method \w+\)\. Only unquantised experts are converted"
+    ):
+        convert(FIXTURES / name, tmp_path / "target", FUSED)
+    assert nothing_but(tmp_path)

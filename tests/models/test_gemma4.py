@@ -159,10 +159,12 @@ def test_experts_one_by_one_are_the_same_weights(tmp_path):
 
 
 def test_embedding_is_scaled_by_a_rounded_root():
-    table = jnp.ones((2, 2816), jnp.bfloat16)
-    assert float(scaled_embedding(table, jnp.array([1]))[0, 0]) == 53.0
-    wide = scaled_embedding(table.astype(jnp.float32), jnp.array([1]))
-    np.testing.assert_allclose(wide, 2816**0.5, rtol=1e-6)
+    table = jax.random.normal(jax.random.key(0), (4, 2816), jnp.bfloat16)
+    scaled = scaled_embedding(table, jnp.array([1, 3]))
+    rows = table[jnp.array([1, 3])].astype(jnp.float32)
+    np.testing.assert_array_equal(scaled, (rows * 53.0).astype(jnp.bfloat16))
+    assert not np.array_equal(scaled, (rows * 2816**0.5).astype(jnp.bfloat16))
+    np.testing.assert_allclose(scaled_embedding(rows, jnp.array([0]))[0], rows[0] * 2816**0.5, rtol=1e-6)
 
 
 def test_dense_member_is_the_mixture_without_experts():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FIXTURES, MODELS
+from cases import FIXTURES, MODELS, PER_EXPERT_MODELS
 from safetensors.numpy import load_file, save_file
 
 from tpu_serve.checkpoint.loader import load_params
@@ -18,10 +18,15 @@ from tpu_serve.models.registry import MODELS as REGISTRY
 from tpu_serve.models.registry import build_model
 
 
+def read(name):
+    folder = FIXTURES / name
+    tensors = {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    return build_model(read_config(folder)), tensors, folder
+
+
 @pytest.fixture(params=MODELS)
 def source(request):
-    folder = FIXTURES / request.param
-    return build_model(read_config(folder)), load_file(folder / "model.safetensors"), folder
+    return read(request.param)
 
 
 def load(model, folder):
@@ -53,8 +58,9 @@ def fuse_experts(tensors):
     return {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in fused.items()}
 
 
-def test_fused_experts_in_shards_equal_the_published_layout(source, tmp_path):
-    model, tensors, folder = source
+@pytest.mark.parametrize("name", PER_EXPERT_MODELS)
+def test_fused_experts_in_shards_equal_the_published_layout(name, tmp_path):
+    model, tensors, folder = read(name)
     fused = fuse_experts(tensors)
     assert len(fused) < len(tensors)
     names = sorted(fused)
@@ -68,7 +74,7 @@ def test_fused_experts_in_shards_equal_the_published_layout(source, tmp_path):
 
 def test_gaps_and_leftovers_are_named(source, tmp_path):
     model, tensors, _ = source
-    missing = next(name for name in tensors if name.endswith("layers.1.self_attn.k_proj.weight"))
+    missing = next(name for name in tensors if name.endswith(".self_attn.k_proj.weight"))
     del tensors[missing]
     tensors["model.layers.0.self_attn.extra.weight"] = np.zeros(3, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")

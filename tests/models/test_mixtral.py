@@ -78,13 +78,19 @@ def test_windows_that_hide_nothing(window):
     assert model(sliding_window=window) == model()
 
 
+def test_a_window_is_that_of_every_layer():
+    narrow = model(sliding_window=511)
+    assert narrow.window == 511
+    assert [layer.window for layer in narrow.cache_layout(jnp.float32).layers] == [511] * narrow.num_layers
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"sliding_window": 511}, "sliding_window 511 is not supported for mixtral; supported are null and windows of"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for mixtral"),
         ({"num_experts": None}, "num_experts is null, but this model needs it"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling type 'llama3' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope type 'llama3' is not supported"),
     ],
 )
 def test_refuses_what_it_cannot_do(overrides, message):

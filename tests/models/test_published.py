@@ -27,4 +27,4 @@ def test_number_of_parameters(published):
 def test_cache_of_a_token(published):
     model, entry = published
     layers = model.cache_layout(jnp.bfloat16).layers
-    assert sum(2 * layer.token_values for layer in layers if isinstance(layer, PagedCache)) == entry.kv_bytes
+    assert sum(4 * one.num_kv_heads * one.head_dim for one in layers if isinstance(one, PagedCache)) == entry.kv_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -51,6 +52,7 @@ def choose_sources(files: TensorFiles, specs: Any, ignore: Sequence[str]) -> dic
     chosen: dict[str, Source] = {}
     wanted: set[str] = set()
     gaps: list[str] = []
+    siblings = Counter(map(_module, files.names))
     for path, spec in iterate(specs):
         complete = [source for source in spec.sources if all(key in files for key in source.keys)]
         if complete:
@@ -58,9 +60,13 @@ def choose_sources(files: TensorFiles, specs: Any, ignore: Sequence[str]) -> dic
             chosen[path] = next((source for source in complete if _fits(files, source)), complete[0])
             wanted.update(chosen[path].keys)
         else:
-            # The layout that is nearly there is the one that was meant; the first is the most usual.
+            # The layout that is nearly there is the one that was meant, or the one with the most siblings; the first is the most usual.
             nearest = min(
-                spec.sources, key=lambda source: sum(key not in files for key in source.keys) / len(source.keys)
+                spec.sources,
+                key=lambda source: (
+                    sum(key not in files for key in source.keys) / len(source.keys),
+                    -siblings[_module(source.keys[0])],
+                ),
             )
             gaps += [key for key in nearest.keys if key not in files]
             wanted.update(key for source in spec.sources for key in source.keys)
@@ -149,6 +155,11 @@ def describe(files: TensorFiles, source: Source) -> str:
     names = source.keys[0] + (f" and {len(source.keys) - 1} more" if len(source.keys) > 1 else "")
     infos = [files.info(key) for key in source.keys]
     return f"{names} in {files.folder} ({', '.join(sorted({f'{dtype}{list(shape)}' for dtype, shape in infos}))})"
+
+
+def _module(name: str) -> str:
+    """Of `a.b.k_proj.weight`: `a.b`, where its siblings are too."""
+    return ".".join(name.split(".")[:-2])
 
 
 def _fits(files: TensorFiles, source: Source) -> bool:

@@ -13,11 +13,12 @@ import numpy as np
 
 from tpu_serve.checkpoint.folder import SMALL_FILES
 from tpu_serve.checkpoint.layouts import PER_EXPERT, places, split_path, unfuse
+from tpu_serve.checkpoint.quantised.scheme import read_scheme
 from tpu_serve.checkpoint.routed import RoutedExperts, expert_names, find_routed, published_name
 from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.checkpoint.shards import NewTensor, write_shards
 from tpu_serve.config import ConfigError
-from tpu_serve.json_file import read_json
+from tpu_serve.hf_config import read_config
 
 COPIED_FILES = (*SMALL_FILES, "*.md", "*.txt", "LICENSE*", "NOTICE*")
 LAYOUT_KEY = "moe_layout"
@@ -66,7 +67,12 @@ def convert_folder(
         Nothing has changed then.
     """
     target = _check_target(source, target, overwrite)
-    model_type = read_json(source / "config.json").get("model_type")
+    config = read_config(source)
+    if (scheme := read_scheme(config)) is not None:
+        raise ConfigError(
+            f"{source} is quantised ({scheme.label}). Only unquantised experts are converted: scales would no longer fit their weights."
+        )
+    model_type = config.get("model_type", None)
     files = SafetensorsFolder(source)
     groups = find_routed(files)
     if not groups:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from tpu_serve import __version__
-from tpu_serve.cli import batch, bench, convert, plan, serve, tune
+from tpu_serve.cli import batch, bench, check, convert, plan, serve, tune
 from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
 
 FAILED_TO_RUN = 2
 INTERRUPTED = 130
-COMMANDS = (serve, batch, bench, plan, tune, convert)
+COMMANDS = (serve, batch, check, bench, plan, tune, convert)
 """Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AxisRules = Mapping[str, str]
 """Logical axis name to mesh axis name; a name that is absent is not split."""
@@ -26,6 +27,11 @@ DEFAULT_RULES: AxisRules = {
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """All devices in one row along the model axis."""
     return Mesh(np.asarray(devices), (MODEL_AXIS,))
+
+
+def make_abstract_mesh(num_devices: int) -> Mesh:
+    """A row of devices that are not there: it has a size and splits shapes as `make_mesh` would, and holds no arrays."""
+    return cast(Mesh, AbstractMesh((num_devices,), (MODEL_AXIS,)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

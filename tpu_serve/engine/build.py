@@ -131,7 +131,9 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
-    runner = ModelRunner(model, params, state, experts or _no_experts, layouts, windows, min(tokenizer.vocab_size, model.vocab_size))
+    runner = ModelRunner(
+        model, params, state, experts or _no_experts, layouts, windows, min(tokenizer.vocab_size, model.vocab_size)
+    )
     started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     logger.info(

@@ -39,22 +39,28 @@ class Placement:
 
     @classmethod
     def over(cls, devices: Sequence[jax.Device], specs: Any, cache_layout: CacheLayout) -> Placement:
+        """`on_mesh` of some devices, all of one kind.
+
+        Raises:
+          ConfigError: the devices are of a kind that is not supported.
+        """
+        return cls.on_mesh(chip_of(devices[0]), make_mesh(devices), specs, cache_layout)
+
+    @classmethod
+    def on_mesh(cls, chip: Chip, mesh: Mesh, specs: Any, cache_layout: CacheLayout) -> Placement:
         """Splits what the devices divide evenly and copies the rest to each of them, which the log says.
 
         Experts are always split: without a token that goes to them, as many as are missing are put behind the model's own.
 
         Args:
-          devices: all of one kind.
+          chip: each of the devices, as if it were alone.
+          mesh: the devices in a row, which need not be there; see `make_abstract_mesh`.
           specs: the model's weights.
           cache_layout: of the model.
-
-        Raises:
-          ConfigError: the devices are of a kind that is not supported.
         """
-        chip, mesh = chip_of(devices[0]), make_mesh(devices)
         if not chip.is_tpu:  # simulated devices share the host's memory
-            chip = dataclasses.replace(chip, memory_bytes=chip.memory_bytes // len(devices))
-        specs = padded(specs, "experts", len(devices))
+            chip = dataclasses.replace(chip, memory_bytes=chip.memory_bytes // mesh.size)
+        specs = padded(specs, "experts", mesh.size)
         # A projection's columns are heads times their size; what must stay whole is a KV head with the query heads that read it.
         heads = [(axis, count) for count in cache_layout.kv_head_counts for axis in ("heads", "kv_heads")]
         sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.shape, strict=True)]
@@ -62,7 +68,7 @@ class Placement:
         if copied := [axis for axis in DEFAULT_RULES if axis not in rules]:
             logger.info(
                 "Every one of the %d devices holds all of these, which cannot be shared out evenly: %s",
-                len(devices),
+                mesh.size,
                 ", ".join(copied),
             )
         return cls(chip, mesh, rules, specs, cache_layout.for_chip(chip))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpu_serve.config import ConfigError, EngineConfig
@@ -39,6 +40,17 @@ class EnginePlan:
         """What the caches are for."""
         return Demand(self.max_model_len, self.page_size, self.max_num_seqs, self.max_num_batched_tokens)
 
+    def concurrency(self, windows: Sequence[int | None]) -> float:
+        """How many of the longest sequences can be decoded at a time.
+
+        Args:
+          windows: what `num_pages` are for.
+        """
+        return min(
+            (pages - 1) / self.demand.one_sequence(window, decoding=True)
+            for pages, window in zip(self.num_pages, windows, strict=True)
+        )
+
     def layouts(self, num_slots: int, pages_per_block: int) -> list[PackLayout]:
         """One pack layout per bucket. Page tables are as wide as the longest sequence, rounded up to whole blocks of pages."""
         pages = -(-self.max_model_len // self.page_size)
@@ -57,6 +69,33 @@ class EnginePlan:
         ]
 
 
+def demand_of(config: EngineConfig, model_max_len: int, chip: Chip) -> Demand:
+    """What the caches are for, of options and chip alone.
+
+    Args:
+      model_max_len: longest sequence that the model was made for.
+
+    Raises:
+      ConfigError: options contradict each other or the model.
+    """
+    options = config.scheduler
+    max_model_len = config.model.max_model_len or model_max_len
+    if max_model_len > model_max_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the model's own limit of {model_max_len} tokens (config.json)."
+        )
+    # One of the two limits given: the other one's default gives way. Both given and contradictory: an error.
+    given = config.compile.token_buckets
+    default_budget = given[-1] if given else max(chip.max_num_batched_tokens, options.max_num_seqs or 0)
+    budget = options.max_num_batched_tokens or default_budget
+    max_num_seqs = options.max_num_seqs or min(chip.max_num_seqs, budget)
+    if max_num_seqs > budget:
+        raise ConfigError(
+            f"--max-num-seqs {max_num_seqs} is more than --max-num-batched-tokens {budget}: each running sequence needs one token of a step."
+        )
+    return Demand(max_model_len, config.cache.page_size or chip.page_size, max_num_seqs, budget)
+
+
 def make_plan(
     config: EngineConfig, model_max_len: int, param_bytes: int, layout: CacheLayout, chip: Chip
 ) -> EnginePlan:
@@ -72,33 +111,20 @@ def make_plan(
     Raises:
       ConfigError: something does not fit; the message has the number and the flag.
     """
-    cache, options = config.cache, config.scheduler
-    max_model_len = config.model.max_model_len or model_max_len
-    if max_model_len > model_max_len:
-        raise ConfigError(
-            f"--max-model-len {max_model_len} is more than the model's own limit of {model_max_len} tokens (config.json)."
-        )
-    page_size = cache.page_size or chip.page_size
-    # One of the two limits given: the other one's default gives way. Both given and contradictory: an error.
-    given = config.compile.token_buckets
-    default_budget = given[-1] if given else max(chip.max_num_batched_tokens, options.max_num_seqs or 0)
-    budget = options.max_num_batched_tokens or default_budget
-    max_num_seqs = options.max_num_seqs or min(chip.max_num_seqs, budget)
-    if max_num_seqs > budget:
-        raise ConfigError(
-            f"--max-num-seqs {max_num_seqs} is more than --max-num-batched-tokens {budget}: each running sequence needs one token of a step."
-        )
-    sizes = share_memory(config, layout, chip, param_bytes, Demand(max_model_len, page_size, max_num_seqs, budget))
+    demand = demand_of(config, model_max_len, chip)
+    sizes = share_memory(config, layout, chip, param_bytes, demand)
     small = not chip.is_tpu and param_bytes < SMALL_MODEL_BYTES
     return EnginePlan(
-        max_model_len=max_model_len,
-        page_size=page_size,
+        max_model_len=demand.max_model_len,
+        page_size=demand.page_size,
         num_pages=sizes.num_pages,
         num_snapshots=sizes.num_snapshots,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_queued=options.max_num_queued_reqs or QUEUE_PER_SEQUENCE * max_num_seqs,
+        max_num_seqs=demand.max_num_seqs,
+        max_num_batched_tokens=demand.max_num_batched_tokens,
+        max_num_queued=config.scheduler.max_num_queued_reqs or QUEUE_PER_SEQUENCE * demand.max_num_seqs,
         buckets=token_buckets(
-            budget, SMALL_MODEL_GROWTH if small else chip.bucket_growth, config.compile.token_buckets
+            demand.max_num_batched_tokens,
+            SMALL_MODEL_GROWTH if small else chip.bucket_growth,
+            config.compile.token_buckets,
         ),
     )

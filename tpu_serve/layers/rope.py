@@ -59,7 +59,7 @@ class Rope:
         if rotated % 2 or rotated < 2:
             raise ConfigError(f"config.json: {rotated} dimensions of a head of {head_dim} cannot be rotated in pairs.")
         if kind == "proportional":
-            turning = theta ** -(np.arange(0, rotated, 2) / head_dim)
+            turning = theta ** -(np.arange(0, rotated, 2) / head_dim) / _number(parameters, "factor", 1.0)
             return cls((*turning.tolist(), *[0.0] * ((head_dim - rotated) // 2)))
         plain = theta ** -(np.arange(0, rotated, 2) / rotated)
         match kind:

@@ -74,7 +74,9 @@ def attention_specs(
     specs["o_proj"] = linear_spec(f"{prefix}.o_proj", num_heads * head_dim, hidden, dtype, ("heads", None))
     for letter in biases:
         axis = sizes[letter][1] if letter in sizes else None
-        specs[f"{letter}_proj_bias"] = bias_spec(f"{prefix}.{letter}_proj", specs[f"{letter}_proj"].shape[1], dtype, axis)
+        specs[f"{letter}_proj_bias"] = bias_spec(
+            f"{prefix}.{letter}_proj", specs[f"{letter}_proj"].shape[1], dtype, axis
+        )
     return specs
 
 
@@ -228,11 +230,14 @@ def also_under(specs: Any, prefix: str, other: str) -> Any:
     def add(_: str, spec: ParamSpec) -> ParamSpec:
         renamed = tuple(
             dataclasses.replace(
-                source, keys=tuple(other + key.removeprefix(prefix) if key.startswith(prefix) else key for key in source.keys)
+                source,
+                keys=tuple(other + key.removeprefix(prefix) if key.startswith(prefix) else key for key in source.keys),
             )
             for source in spec.sources
         )
-        return dataclasses.replace(spec, sources=spec.sources + tuple(one for one in renamed if one not in spec.sources))
+        return dataclasses.replace(
+            spec, sources=spec.sources + tuple(one for one in renamed if one not in spec.sources)
+        )
 
     return map_specs(add, specs)
 

@@ -61,7 +61,7 @@ class Mixtral:
             raise ConfigError(
                 f"config.json: hidden_act {activation!r} is not supported for mixtral; supported is 'silu'."
             )
-        window = config.optional_positive("sliding_window")
+        window, max_position = config.optional_positive("sliding_window"), config.positive("max_position_embeddings")
         hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
         head_dim = config.positive("head_dim", hidden // num_heads)
         return cls(
@@ -80,9 +80,9 @@ class Mixtral:
             ),
             rope=Rope.from_config(config, head_dim, default_theta=1e6),
             epsilon=config.get("rms_norm_eps", 1e-5),
-            max_position=config.positive("max_position_embeddings"),
+            max_position=max_position,
             tied=config.get("tie_word_embeddings", False),
-            window=window,
+            window=window if window is not None and window < max_position else None,
         )
 
     @property

@@ -127,7 +127,9 @@ class _EngineCollector(Collector):
             "vllm:num_requests_waiting", "Requests in the queue", len(scheduler.waiting) if scheduler else 0
         )
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", scheduler.cache.usage if scheduler else 0
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV cache in use, 0 to 1",
+            scheduler.cache.usage if scheduler else 0,
         )
         yield self._counter(
             "vllm:prefix_cache_queries",
