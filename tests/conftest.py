@@ -11,6 +11,8 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parent.parent / ".test-cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("TPU_SERVE_API_KEY", None)
+# Most of the run is compiling for this CPU, programs that are called a few times: LLVM need not polish them.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 
 # A run in the background may inherit an ignored SIGINT, and so would the servers and commands that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

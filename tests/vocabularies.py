@@ -154,7 +154,28 @@ QWEN_ADDED = (
 QWEN_VISIBLE = frozenset([*range(14, 26)])
 """Added tokens, counted from the first, that stay in a text: tool calls, fill-in-the-middle, files and <think>."""
 
-HTML_TAGS = ["table", "caption", "thead", "tbody", "tr", "th", "td", "h1", "h2", "h3", "blockquote", "strong", "em", "b", "i", "u", "s", "sub", "sup", "code"]
+HTML_TAGS = [
+    "table",
+    "caption",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "h1",
+    "h2",
+    "h3",
+    "blockquote",
+    "strong",
+    "em",
+    "b",
+    "i",
+    "u",
+    "s",
+    "sub",
+    "sup",
+    "code",
+]
 
 SCRIPTS = (
     ("abcdefghijklmnopqrstuvwxyz" * 4) + "ABCDEFGHIJKLMNOPQRSTUVWXYZ" + "éèàçñöüßøåćšžőāăđơư",

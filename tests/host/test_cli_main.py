@@ -16,6 +16,7 @@ COMMANDS = [
     ["serve"],
     ["batch"],
     ["run-batch"],
+    ["check"],
     ["bench"],
     ["bench", "prefill"],
     ["bench", "decode"],

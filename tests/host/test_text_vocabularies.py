@@ -62,7 +62,9 @@ def vocabulary(request) -> Vocabulary:
 def chunks(vocabulary: Vocabulary, pieces: list[list[int]], **options) -> list[str]:
     """Text of every push, and of a last empty one that says that it is the last."""
     detokenizer = Detokenizer(vocabulary.tokenizer, **options)
-    return [detokenizer.push(piece, finished=False).text for piece in pieces] + [detokenizer.push([], finished=True).text]
+    return [detokenizer.push(piece, finished=False).text for piece in pieces] + [
+        detokenizer.push([], finished=True).text
+    ]
 
 
 def check_everywhere(vocabulary: Vocabulary, ids: list[int], *, skip: bool = False) -> str:
@@ -149,7 +151,9 @@ def test_random_texts_come_back(vocabulary):
 def test_random_tokens(vocabulary, kind):
     """Tokens as no text has them."""
     num_rows, tokenizer = len(vocabulary.pieces), vocabulary.tokenizer
-    parts = [token_id for token_id, piece in enumerate(vocabulary.pieces) if "\ufffd" in piece.decode("utf-8", "replace")]
+    parts = [
+        token_id for token_id, piece in enumerate(vocabulary.pieces) if "\ufffd" in piece.decode("utf-8", "replace")
+    ]
     parts = [token_id for token_id in parts if "\ufffd".encode() not in vocabulary.pieces[token_id]]
     assert len(parts) >= 128, "every vocabulary has at least the bytes that are no characters"
     added = [*vocabulary.special, *range(min(vocabulary.special), min(vocabulary.special) + 20)]

@@ -137,10 +137,10 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     ("changes", "reason"),
     [
         ({}, None),
-        ({"format": "int8_channel"}, "unquantised experts only, not int8_channel"),
-        ({"activation": Activation("gelu")}, "no activation but silu"),
+        ({"format": "int8_channel"}, None),
+        ({"activation": Activation("gelu")}, None),
         ({"post_norm": PostNorm(1e-6)}, "no norm"),
-        ({"down_bias": True}, "no biases"),
+        ({"down_bias": True}, None),
     ],
 )
 def test_what_xla_cannot_run(changes, reason):

@@ -51,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     chip = _chip(arguments.chip)
     folder = resolve(config.model.source, config.model.revision, weights=False)
     hf_config = read_config(folder, config.model.hf_overrides)
-    hf_config.architecture  # noqa: B018  # a server needs it
 
     def make_design(options: EngineConfig) -> Design:
         return design_engine(options, hf_config, chip, make_abstract_mesh(options.parallel.tensor_parallel_size))

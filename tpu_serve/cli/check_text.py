@@ -167,8 +167,7 @@ def _remedies(remedies: Sequence[Remedy]) -> Iterator[str]:
     if not remedies:
         yield "No change of types, sequences, their length or devices was found that would fit, nor any two of them."
         return
-    alone = all(len(one.options) == 1 for one in remedies)
-    yield f"{'Each of these alone' if alone else 'No single change fits; each of these pairs'} would fit, the smallest change first"
+    yield "Each of these lines would fit, the smallest change first"
     yield from (f"  {one.flags}{f'  ({one.note})' if one.note else ''}" for one in remedies)
 
 

@@ -53,14 +53,16 @@ class Remedy:
 
 
 def find_remedies(config: EngineConfig, design: Design, make_design: Designer) -> list[Remedy]:
-    """Changes each of which suffices alone, the smallest first; two at a time where none does.
+    """Changes each of which suffices, the smallest first; some are two at a time where none does alone that one host could make.
 
     Args:
       config: options with which the design does not fit.
       make_design: of other options.
     """
     search = _Search(config, design, make_design)
-    found = list(search.single()) or list(search.pairs())
+    found = list(search.single())
+    if all(one.note for one in found):
+        found += [one for one in search.pairs() if not (found and one.note)]
     return sorted(found, key=lambda one: one.factor)
 
 

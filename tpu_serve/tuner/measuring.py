@@ -26,6 +26,7 @@ from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.kernels.fused_moe_v2.tolerance import Errors, errors, tolerance
 from tpu_serve.layers.moe.backends import Ragged
+from tpu_serve.layers.moe.expert import Expert
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.moe.routing import Routing as Routed
@@ -183,7 +184,7 @@ def _shown(found: Errors) -> str:
 def xla_layer(problem: Problem, mesh: Mesh, chip: Chip) -> Callable[..., Any]:
     """What the server would run instead, for tokens that lie as the fused layer wants them: each device's own, before and after."""
     p = problem
-    local = Ragged(chip.is_tpu)
+    local = Ragged(chip.is_tpu, Expert(p.activation, p.format if p.weights.scaled else None))
     backend = local if p.num_devices == 1 else ExpertParallel(local, mesh)
     config = MoEConfig(p.num_experts, p.top_k, p.hidden, p.intermediate, renormalise=False)
     assert backend.supports(config, chip) is None
