@@ -36,6 +36,11 @@ _SAMPLING_KEYS: Mapping[str, type] = {
     "presence_penalty": float,
     "frequency_penalty": float,
 }
+_UNUSED_KEYS = (
+    "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "min_new_tokens", "no_repeat_ngram_size",
+    "num_beams", "penalty_alpha", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
+"""Of generation_config.json: what changes answers there and has no counterpart here."""
 _REQUIRED: Any = object()
 
 
@@ -198,10 +203,14 @@ class GenerationDefaults:
     Attributes:
       sampling: only the keys that the file has; `do_sample: false` gives temperature 0.
       eos_token_ids: ids that end an answer, besides those of `config.json`.
+      suppressed_ids: ids that no answer may have.
+      unused: keys that would change answers and are not honoured.
     """
 
     sampling: Mapping[str, float | int]
     eos_token_ids: frozenset[int]
+    suppressed_ids: tuple[int, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 def read_generation_config(folder: Path) -> GenerationDefaults:
@@ -219,7 +228,9 @@ def read_generation_config(folder: Path) -> GenerationDefaults:
     }
     if values.get("do_sample") is False:
         sampling["temperature"] = 0.0
-    return GenerationDefaults(sampling, _token_ids(file, values))
+    unused = tuple(key for key in _UNUSED_KEYS if values.get(key) not in (None, 0, 1, False, []))
+    suppressed = _token_ids(file, values, "suppress_tokens")
+    return GenerationDefaults(sampling, _token_ids(file, values), tuple(sorted(suppressed)), unused)
 
 
 def eos_token_ids(config: HFConfig) -> frozenset[int]:
@@ -227,10 +238,10 @@ def eos_token_ids(config: HFConfig) -> frozenset[int]:
     return _token_ids(config.file, config.values) | read_generation_config(config.folder).eos_token_ids
 
 
-def _token_ids(origin: Path | str, values: Mapping[str, Any]) -> frozenset[int]:
-    value = values.get("eos_token_id")
+def _token_ids(origin: Path | str, values: Mapping[str, Any], key: str = "eos_token_id") -> frozenset[int]:
+    value = values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for item in ids:
         if type(item) is not int:
-            raise ConfigError(f"{origin}: eos_token_id must be an integer or a list of integers, got {value!r}.")
+            raise ConfigError(f"{origin}: {key} must be an integer or a list of integers, got {value!r}.")
     return frozenset(ids)

@@ -37,7 +37,7 @@ def rows(**values):
     return SamplingRows(**arrays, **flags)
 
 
-run = jax.jit(sample, static_argnums=2)
+run = jax.jit(sample, static_argnums=(2, 3))
 run_filter = jax.jit(_filter)
 
 
@@ -107,6 +107,15 @@ def test_ids_outside_the_tokenizer_are_never_sampled():
     logits[:, 30:] = 50.0
     for temperature in (0.0, 2.0):
         assert max(run(logits, rows(temperature=temperature), 30).token_ids.tolist()) < 30
+
+
+def test_suppressed_ids_are_never_sampled():
+    logits = some_logits().copy()
+    logits[:, [3, 17]] = 50.0
+    suppressed = (3, 17, 10**6)  # the last one is no id of this model
+    for temperature in (0.0, 2.0):
+        assert not {3, 17} & set(run(logits, rows(temperature=temperature), 30, suppressed).token_ids.tolist())
+    assert {3, 17} & set(run(logits, rows(temperature=0.0), 30).token_ids.tolist())
 
 
 def test_a_row_that_is_not_a_number_is_reported_and_changes_no_other():

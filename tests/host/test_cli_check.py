@@ -235,6 +235,16 @@ def test_what_was_asked_for_is_the_first_to_go(check, words, advice):
     assert found["remedies"][0]["flags"] == advice
 
 
+@pytest.mark.parametrize("num_pages", range(5, 12))
+def test_the_longest_length_that_fits(capsys, num_pages):
+    """The embedded model keeps 16 KiB of each page of 16 tokens; one page is for padding."""
+    words = ("--load-format", "dummy", "--chip", "cpu", "--json", "--kv-cache-memory-bytes", num_pages * 16 * 1024)
+    code, out, _ = run(capsys, *words)
+    advice = [one["options"] for one in json.loads(out)["remedies"]]
+    assert code == 2
+    assert [one["max_model_len"] for one in advice if "max_model_len" in one] == [(num_pages - 1) * 16]
+
+
 class Stop(Exception):
     pass
 
@@ -308,9 +318,9 @@ def test_headers_of_another_model_are_refused(capsys, tmp_path):
     assert run(capsys, tmp_path, "--hf-overrides", '{"num_hidden_layers": 1}')[0] == 0
 
 
-def test_warnings_are_notes(capsys):
+def test_warnings_are_notes(capsys, caplog):
     code, out, err = run(capsys, FIXTURES / "qwen3_next", "--num-state-snapshots", 0)
-    assert (code, err) == (0, "")
+    assert (code, err, caplog.records) == (0, "", [])
     assert out.count("The prefix cache has no room for recurrent state") == 1
     assert "There is no v6e slice of 3 devices" in run(capsys, "--chip", "v6e", "-tp", 3)[1]
 

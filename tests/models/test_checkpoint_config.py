@@ -167,6 +167,28 @@ def test_generation_config(tmp_path, generation, sampling):
     assert read_generation_config(write(tmp_path, generation_config=generation)).sampling == sampling
 
 
+def test_what_generation_config_forbids_and_what_is_left_out(tmp_path):
+    read = read_generation_config(FIXTURES / "gemma4")
+    assert read.suppressed_ids == tuple(sorted(json.loads(read_file(FIXTURES / "gemma4"))["suppress_tokens"]))
+    assert (read.suppressed_ids != (), read.unused) == (True, ())
+    given = {
+        "num_beams": 4,
+        "typical_p": 1.0,
+        "bad_words_ids": [[3]],
+        "no_repeat_ngram_size": 0,
+        "suppress_tokens": None,
+    }
+    read = read_generation_config(write(tmp_path, generation_config=given))
+    assert (read.suppressed_ids, read.unused) == ((), ("bad_words_ids", "num_beams"))
+    folder = write(tmp_path, generation_config={"suppress_tokens": ["x"]})
+    with pytest.raises(ConfigError, match="suppress_tokens must be an integer or a list of integers"):
+        read_generation_config(folder)
+
+
+def read_file(folder):
+    return (folder / "generation_config.json").read_text()
+
+
 def test_folder_without_generation_config(tmp_path):
     assert read_generation_config(tmp_path).sampling == {}
 

@@ -12,7 +12,6 @@ from tpu_serve.device.params import abstract, num_bytes, num_params, random_init
 from tpu_serve.hf_config import read_config
 from tpu_serve.models.registry import build_model
 
-
 PAIRS = [
     (model, backend)
     for model in MODELS

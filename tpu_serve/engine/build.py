@@ -40,7 +40,7 @@ from tpu_serve.models.registry import build_model
 from tpu_serve.moe_plan.rows import rows_of
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import num_cache_hits
-from tpu_serve.runner.model_runner import DeviceState, ModelRunner
+from tpu_serve.runner.model_runner import Allowed, DeviceState, ModelRunner
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler, num_slots
@@ -131,9 +131,9 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
-    runner = ModelRunner(
-        model, params, state, experts or _no_experts, layouts, windows, min(tokenizer.vocab_size, model.vocab_size)
-    )
+    suppressed = read_generation_config(folder).suppressed_ids
+    allowed = Allowed(min(tokenizer.vocab_size, model.vocab_size), suppressed)
+    runner = ModelRunner(model, params, state, experts or _no_experts, layouts, windows, allowed)
     started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     logger.info(
@@ -236,6 +236,8 @@ def _default_params(folder: Path) -> dict[str, Any]:
     for name, neutral in _NEUTRAL.items():
         if given.pop(name, neutral) != neutral:
             logger.warning("generation_config.json asks for %s, which is not supported yet: it is left out", name)
+    if unused := read_generation_config(folder).unused:
+        logger.warning("generation_config.json asks for %s, which is not supported: it is left out", ", ".join(unused))
     if given:
         logger.info(
             "Sampling defaults from generation_config.json: %s",

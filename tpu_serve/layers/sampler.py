@@ -33,15 +33,18 @@ class Sampled:
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, rows: SamplingRows, num_valid: int) -> Sampled:
+def sample(logits: jax.Array, rows: SamplingRows, num_valid: int, suppressed: tuple[int, ...] = ()) -> Sampled:
     """Samples one token per row.
 
     Args:
       logits: f32[S, V].
       rows: parameters of each row.
       num_valid: ids from here on do not exist in the tokenizer and are never sampled.
+      suppressed: ids that are never sampled either.
     """
     allowed = jnp.where(jnp.arange(logits.shape[1]) < num_valid, logits, -jnp.inf)
+    if suppressed:
+        allowed = allowed.at[:, jnp.array(suppressed)].set(-jnp.inf, mode="drop")
     greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
     token_ids = jax.lax.cond(
         rows.any_random > 0, lambda: jnp.where(rows.temperature > 0, _draw(allowed, rows), greedy), lambda: greedy

@@ -25,6 +25,19 @@ COMPILE_THREADS = 4
 """XLA spends part of a compilation in one thread, so a few at a time keep even two cores busy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Which token ids may be sampled.
+
+    Attributes:
+      num_valid_ids: those from here on do not exist in the tokenizer.
+      suppressed_ids: the model's authors want none of these.
+    """
+
+    num_valid_ids: int
+    suppressed_ids: tuple[int, ...] = ()
+
+
 @pytree
 @dataclass(frozen=True, slots=True)
 class DeviceState:
@@ -52,7 +65,7 @@ def model_step(
     experts: Experts,
     layout: PackLayout,
     windows: tuple[int | None, ...],
-    num_valid_ids: int,
+    allowed: Allowed,
     params: Any,
     state: DeviceState,
     packed: jax.Array,
@@ -65,7 +78,8 @@ def model_step(
     hidden, caches = model.forward(
         params, token_ids, batch.positions, batch.seq_of_token >= 0, state.caches, mixing, experts
     )
-    sampled = sample(model.logits(params, hidden[batch.sample_at]), batch.sampling, num_valid_ids)
+    logits = model.logits(params, hidden[batch.sample_at])
+    sampled = sample(logits, batch.sampling, allowed.num_valid_ids, allowed.suppressed_ids)
     last_token = state.last_token.at[batch.slots].set(sampled.token_ids, mode="drop")
     return DeviceState(caches, last_token), sampled
 
@@ -80,7 +94,7 @@ class ModelRunner:
       experts: the mixture-of-experts backend.
       layouts: one per token bucket, in rising order.
       windows: of the model's attention layers, in the order of the batch's page tables.
-      num_valid_ids: token ids from here on are never sampled.
+      allowed: which token ids may be sampled.
     """
 
     def __init__(
@@ -91,7 +105,7 @@ class ModelRunner:
         experts: Experts,
         layouts: list[PackLayout],
         windows: tuple[int | None, ...],
-        num_valid_ids: int,
+        allowed: Allowed,
     ):
         self.params, self._state = params, state
         self._state_shapes = jax.tree.map(
@@ -104,7 +118,7 @@ class ModelRunner:
         self._step = {
             size: jax.jit(
                 lambda params, state, packed, layout=layout: model_step(
-                    model, experts, layout, windows, num_valid_ids, params, state, packed
+                    model, experts, layout, windows, allowed, params, state, packed
                 ),
                 donate_argnums=(1,),
                 # State stays where it lies, or the next step could not take it; samples go where the host can read them whole.
