@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -17,27 +16,22 @@ from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.progress import LoadProgress
 from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
-from tpu_serve.checkpoint.quantising import quantised
 from tpu_serve.config import ConfigError, EngineConfig
 from tpu_serve.device.chip import GIB, chip_of
 from tpu_serve.device.devices import take_devices
-from tpu_serve.device.mesh import replicated
-from tpu_serve.device.params import num_params, random_init
+from tpu_serve.device.mesh import make_mesh, replicated
+from tpu_serve.device.params import random_init
 from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.design import Design, design_engine
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.engine.placement import Placement
-from tpu_serve.engine.plan import EnginePlan, make_plan
-from tpu_serve.engine.quantisation import ExpertFormat, QuantisationErrors, choose_format
+from tpu_serve.engine.plan import EnginePlan
+from tpu_serve.engine.quantisation import QuantisationErrors
 from tpu_serve.engine.warm_up import WarmUp
-from tpu_serve.hf_config import HFConfig, eos_token_ids, read_config, read_generation_config
-from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
+from tpu_serve.hf_config import eos_token_ids, read_config, read_generation_config
 from tpu_serve.layers.attention import pages_per_block
-from tpu_serve.layers.moe.backends import choose_backend
 from tpu_serve.layers.moe.routing import ExpertWeights, Routing
-from tpu_serve.models.base import Model
-from tpu_serve.models.registry import build_model
-from tpu_serve.moe_plan.rows import rows_of
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import num_cache_hits
 from tpu_serve.runner.model_runner import Allowed, DeviceState, ModelRunner
@@ -67,25 +61,11 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     dummy = config.model.load_format == "dummy"
     folder = resolve(config.model.source, config.model.revision, weights=not dummy)
     hf_config = read_config(folder, config.model.hf_overrides)
-    model = build_model(hf_config)
-    dtype = _dtype(config, hf_config)
     devices = take_devices(config.parallel)
-    format = choose_format(config.model, hf_config, chip_of(devices[0]))
-    specs = model.param_specs(dtype)
-    if model.moe is None:
-        _check_dense(config, hf_config)
-    elif format.name is not None:
-        specs = quantised(specs, FORMATS[format.name])
-    placement = Placement.over(devices, specs, model.cache_layout(dtype).stored_as(config.cache.stored_type))
-    chip, mesh, rules = placement.chip, placement.mesh, placement.rules
-    experts = None
-    if model.moe is not None:
-        rows = rows_of(chip.name, config.moe.tuning_folders)
-        layer = dataclasses.replace(model.moe, format=format.name)
-        experts = choose_backend(config.moe, layer, chip, mesh, dtype.name, rows)
-        placement = placement.padded_for(experts.padding)
-        logger.info("Experts are %s: %s", format.name or dtype.name, format.reason)
-    plan = make_plan(config, model.max_position, placement.param_bytes, placement.cache_on_one_device, chip)
+    design = design_engine(config, hf_config, chip_of(devices[0]), make_mesh(devices))
+    model, placement, experts = design.model, design.placement, design.experts
+    mesh, rules = placement.mesh, placement.rules
+    plan = design.plan(config)
     warm_up = None
     if experts is not None:
         experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
@@ -99,17 +79,17 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         vocab_size=model.vocab_size,
         eos_token_ids=eos_token_ids(hf_config),
         default_params=_default_params(folder),
-        num_params=num_params(specs),
+        num_params=design.num_params,
         max_num_queued=plan.max_num_queued,
     )
 
-    _report(info, plan, placement, dtype)
+    _report(info, plan, placement, design.dtype)
 
     on_phase("weights", 0.0)
     if dummy:
         params = random_init(placement.specs, mesh, rules, config.model.seed)
     else:
-        params = _load(config, hf_config, model, placement, format, on_phase)
+        params = _load(design, on_phase)
     if warm_up is not None:
         on_phase("measure", 0.0)
         experts = warm_up.run(params)
@@ -170,19 +150,10 @@ def _no_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     raise AssertionError("a dense model calls no experts")
 
 
-def _check_dense(config: EngineConfig, hf_config: HFConfig) -> None:
-    """Raises ConfigError where an option is about experts, which the model does not have."""
-    asked = config.moe.non_default + (("quantization",) if config.model.quantization != "none" else ())
-    if asked:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
-        raise ConfigError(f"{hf_config.architecture} has no experts, which {flags} would be about: leave that out.")
-
-
-def _load(
-    config: EngineConfig, hf_config: HFConfig, model: Model, placement: Placement, format: ExpertFormat, on_phase: Phase
-) -> Any:
+def _load(design: Design, on_phase: Phase) -> Any:
     """The weights of the checkpoint on the devices."""
-    files = open_checkpoint(hf_config.folder, hf_config)
+    placement = design.placement
+    files = open_checkpoint(design.hf_config.folder, design.hf_config)
     if isinstance(files, DequantisedFolder):
         logger.info("The checkpoint is quantised: %s. All but the experts is restored", files.scheme)
         if files.unused:
@@ -195,32 +166,10 @@ def _load(
 
     params = load_params(
         placement.specs, files, placement.mesh, placement.rules, progress=progress, on_quantised=errors,
-        ignore=(*model.ignored_weights, *_cut_layers(hf_config.folder, hf_config)),
+        ignore=design.ignored_weights,
     )  # fmt: skip
-    errors.report(format)
+    errors.report(design.format)
     return params
-
-
-def _cut_layers(folder: Path, hf_config: HFConfig) -> tuple[str, ...]:
-    """Patterns of the tensors of layers that --hf-overrides cut off: those are left out on purpose."""
-    kept, whole = (one.get("num_hidden_layers", kind=int) for one in (hf_config, read_config(folder)))
-    return tuple(f"*.layers.{layer}.*" for layer in range(kept, whole))
-
-
-def _dtype(config: EngineConfig, hf_config: HFConfig) -> Any:
-    name = config.model.dtype
-    if name == "auto":
-        name = hf_config.get("dtype", "bfloat16")
-        if name == "float16":
-            logger.info(
-                "The checkpoint is float16, which TPUs do not compute in: bfloat16 is used (--dtype float32 keeps every bit)"
-            )
-            name = "bfloat16"
-    if name not in ("bfloat16", "float32"):
-        raise ConfigError(
-            f"config.json: dtype {name!r} is not supported; choose with --dtype bfloat16 or --dtype float32."
-        )
-    return jnp.dtype(name)
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
@@ -257,14 +206,14 @@ def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any)
         info.architecture, info.num_params / 1e6, placement.param_bytes / GIB, dtype.name,
         name if count == 1 else f"each of {count} {name} devices",
     )  # fmt: skip
-    layout, demand = placement.cache_on_one_device, plan.demand
+    layout = placement.cache_on_one_device
     sizes = list(zip(plan.num_pages, layout.windows, strict=True))
     cache_tokens = (plan.num_pages[0] - 1) * plan.page_size
     cache_bytes = sum(pages * layout.page_bytes(plan.page_size, window) for pages, window in sizes)
     logger.info(
         "KV cache size: %d tokens in pages of %d (%.3f GiB%s). Maximum concurrency for %d tokens per request: %.1fx",
         cache_tokens, plan.page_size, cache_bytes / GIB, "" if count == 1 else " on each device", plan.max_model_len,
-        min((pages - 1) / demand.one_sequence(window, decoding=True) for pages, window in sizes),
+        plan.concurrency(layout.windows),
     )  # fmt: skip
     for pages, window in sizes:
         if window is not None:

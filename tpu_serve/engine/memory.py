@@ -134,10 +134,12 @@ def _state(config: EngineConfig, layout: CacheLayout, demand: Demand, room: int,
         return None, 0
     slots = num_slots(demand.max_num_seqs)
     if slots * layout.state_bytes > room:
+        windows = layout.windows
+        left = room - sum((demand.one_sequence(one) + 1) * layout.page_bytes(demand.page_size, one) for one in windows)
         raise ConfigError(
             f"Recurrent state of {slots} slots (two for each of --max-num-seqs {demand.max_num_seqs}) needs "
             f"{slots * layout.state_bytes / GIB:.2f} GiB on each device; {origin} is {room / GIB:.2f} GiB. "
-            f"Use --max-num-seqs {max(1, room // (2 * 2 * layout.state_bytes))} or less."
+            f"Use --max-num-seqs {max(1, left // (num_slots(1) * layout.state_bytes))} or less."
         )
     if not config.cache.enable_prefix_caching:
         return 0, slots * layout.state_bytes
