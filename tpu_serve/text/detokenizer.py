@@ -103,7 +103,11 @@ class Detokenizer:
             else:
                 self._num_spaces_to_drop -= 1
                 data = data[1:]
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        # Of a surrogate, which is no character, Python's decoder waits for the third byte before it gives up on the first two.
+        if data and 0xA0 <= data[-1] <= 0xBF and len(held := self._utf8.getstate()[0]) == 2 and held[0] == 0xED:
+            text += self._utf8.decode(b"", final=True)
+        return text
 
     def _advance(self, text: str, shown: list[str]) -> None:
         """Appends to `shown` what `text` makes safe to show, and ends the sequence at the first completed stop string."""
