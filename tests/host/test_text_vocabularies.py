@@ -1,7 +1,8 @@
 """Incremental text on vocabularies of the real sizes: no character lost, doubled, broken or late, wherever tokens end.
 
-Qwen3, Qwen3.5 and o200k are real, and skipped (saying so) where they cannot be downloaded; `gemma_like` is built with random words. See
-vocabularies.py. What a text must be is computed from the tokens' bytes as they are known from there, never asked of the code under test.
+Qwen3, Qwen3.5 and o200k are real, and skipped (saying so) where they cannot be downloaded; `gemma_like` is built with
+random words. What a text must be is computed from the bytes that vocabularies.py knows of each token, never asked of
+the code under test.
 """
 
 import random
@@ -73,7 +74,7 @@ def chunks(vocabulary: Vocabulary, pieces: list[list[int]], **options) -> list[s
 
 
 def check_everywhere(vocabulary: Vocabulary, ids: list[int], *, skip: bool = False) -> str:
-    """The text of a sequence, after holding it against its bytes: at once, token by token, and cut in two at every position."""
+    """The text of a sequence, which its bytes give at once, token by token, and cut in two at every position."""
     options = {"skip_special_tokens": skip}
     expected = vocabulary.data(ids, skip).decode("utf-8", "replace")
     assert vocabulary.tokenizer.decode(ids, **options) == expected, ids
@@ -131,7 +132,7 @@ def test_a_text_comes_back(vocabulary, name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_answer_may_end_inside_a_character(vocabulary, name):
-    """The text as single bytes, ended after each of them: whole characters, and one U+FFFD at the very end for a part of one."""
+    """The text as single bytes, ended after each: whole characters, and one U+FFFD at the end for a part of one."""
     data = vocabulary.normalise(TEXTS[name]).encode()[:200]
     detokenizer, shown = Detokenizer(vocabulary.tokenizer), ""
     for count, byte in enumerate(data, start=1):

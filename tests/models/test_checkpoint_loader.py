@@ -197,6 +197,17 @@ def test_gaps_are_found_before_reading(mesh, no_reading):
     assert "embed_tokens" not in text
 
 
+def test_what_older_tools_wrote_beside_the_weights_is_no_surprise(mesh, tmp_path):
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        f"{LAYER}.0.up_proj.bias": np.zeros(3, np.float16),
+    }
+    load(expert_specs(), save(tmp_path, **published_experts(), **extra), mesh)
+    extra[f"{LAYER}.0.up_proj.bias"][1] = 1
+    with pytest.raises(ConfigError, match=rf"does not know \(1\):\n  {LAYER}\.0\.up_proj\.bias"):
+        load(expert_specs(), save(tmp_path, **published_experts(), **extra), mesh)
+
+
 def test_gaps_of_the_layout_that_is_nearly_there(mesh, tmp_path, no_reading):
     tensors = fused_experts()
     del tensors[f"{LAYER}.down_proj"]

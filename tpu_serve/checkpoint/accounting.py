@@ -19,6 +19,9 @@ from tpu_serve.device.params import ParamSpec, Source, iterate
 MAX_NAMES = 10
 """Most tensors that an error lists."""
 
+DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
+"""Patterns of tensors that older checkpoints hold beside the weights: what config.json says already."""
+
 ANOTHER_MODEL = "config.json and the weights are not of one model."
 
 
@@ -70,12 +73,22 @@ def choose_sources(files: TensorFiles, specs: Any, ignore: Sequence[str]) -> dic
             )
             gaps += [key for key in nearest.keys if key not in files]
             wanted.update(key for source in spec.sources for key in source.keys)
+    patterns = (*ignore, *DERIVED)
     leftovers = [
-        name for name in files.names if name not in wanted and not any(fnmatchcase(name, pattern) for pattern in ignore)
+        name
+        for name in files.names
+        if name not in wanted
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        and not _changes_nothing(files, name)
     ]
     if gaps or leftovers:
         raise ConfigError(_account(files, list(dict.fromkeys(gaps)), sorted(leftovers)))
     return chosen
+
+
+def _changes_nothing(files: TensorFiles, name: str) -> bool:
+    """Whether a tensor is a bias of zeros: GPTQ's tools write one for every linear layer, whether it has a bias or not."""
+    return name.endswith(".bias") and len(files.info(name)[1]) == 1 and not np.any(files.read(name))
 
 
 def check_header(files: TensorFiles, path: str, spec: ParamSpec, source: Source) -> None:

@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, field
 
 from tpu_serve.checkpoint.quantised.scheme import INT8_VALUES, MXFP4, SCALED, Scheme, read_scheme
+from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.config import ConfigError, ModelOptions
 from tpu_serve.device.chip import Chip
 from tpu_serve.hf_config import HFConfig
@@ -17,6 +18,23 @@ logger = logging.getLogger(__name__)
 
 _EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 """A module that stands for all experts where a checkpoint lists what it leaves alone."""
+
+
+_PLAIN = frozenset({"float32", "float16", "bfloat16", "float64"})
+_FP8, _INT8, _MXFP4 = frozenset({"float8_e4m3fn"}), frozenset({"int8"}), frozenset({"uint8"})
+_VALUES = {
+    "fp8_channel": _FP8, "w8a16": _FP8, "fp8_block128": _FP8, "w8a16_block128": _FP8, "int8_channel": _INT8, "mxfp4": _MXFP4,
+}  # fmt: skip
+"""What the experts of a checkpoint are made of that a format holds bit for bit."""
+_MATRICES = (
+    "weight",
+    "qweight",
+    "weight_packed",
+    "gate_up_proj",
+    "down_proj",
+    "gate_up_proj_blocks",
+    "down_proj_blocks",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +57,8 @@ def choose_format(options: ModelOptions, config: HFConfig, chip: Chip) -> Expert
       ConfigError: the checkpoint's scheme is unknown, or `--quantization` asks for another one than it has.
     """
     scheme = read_scheme(config)
-    if scheme is None or scheme.skipped.find(_EXPERT) is not None:
+    stored = frozenset() if scheme is None or options.load_format == "dummy" else _stored_types(config)
+    if scheme is None or (stored <= _PLAIN if stored else scheme.skipped.find(_EXPERT) is not None):
         if options.quantization == "none":
             return ExpertFormat(None, "as in the checkpoint")
         return ExpertFormat(_asked(options.quantization, chip), f"--quantization {options.quantization}")
@@ -49,6 +68,8 @@ def choose_format(options: ModelOptions, config: HFConfig, chip: Chip) -> Expert
             f"out: --requantize says what becomes of such experts."
         )
     exact, narrow = _exact(scheme, chip), _native(chip)
+    if exact is not None and not stored <= _VALUES.get(exact, stored):
+        exact = None  # some layers are left alone, or their values are of another type
     if options.requantize == "off":
         if exact is None:
             return ExpertFormat(None, f"--requantize off, and no kernel takes {scheme.label} as it is: restored")
@@ -64,8 +85,32 @@ def choose_format(options: ModelOptions, config: HFConfig, chip: Chip) -> Expert
     )
 
 
+def _stored_types(config: HFConfig) -> frozenset[str]:
+    """Types of the routed experts' matrices, from the headers of the weights: what is quantised config.json says by names, of which every family
+    has its own. Empty where there are no weights to look at, or no experts.
+
+    Raises:
+      ConfigError: a file of weights is broken.
+    """
+    if not any(config.folder.glob("*.safetensors")):
+        return frozenset()
+    files, types = SafetensorsFolder(config.folder), set()
+    for name in files.names:
+        parts = name.split(".")
+        if "experts" in parts and parts[0] != "mtp":
+            if parts[-1] in _MATRICES:
+                types.add(files.info(name)[0].name)
+            elif parts[-1].endswith("weight_zero_point"):
+                types.add("zero points")
+    return frozenset(types)
+
+
 def _asked(quantization: str, chip: Chip) -> str:
     if quantization == "int8":
+        if "int8" not in chip.peak_ops:
+            raise ConfigError(
+                f"--quantization int8: {chip.name} has no products of int8; --quantization fp8 is what it multiplies fastest."
+            )
         return "int8_channel"
     return "fp8_channel" if _has_fp8(chip) else "w8a16"
 

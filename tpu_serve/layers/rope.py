@@ -34,8 +34,13 @@ class Rope:
         Raises:
           ConfigError: as `from_parameters`.
         """
+        if config.get("rope_parameters", None) is not None:
+            raise ConfigError(
+                f"{config.file}: rope_parameters holds one entry per kind of layer, but all layers of {config.get('model_type')} share "
+                f"one rotary embedding: give its keys without the kinds."
+            )
         scaling = config.get("rope_scaling", None, kind=dict) or {}
-        given = {name: config.get(name, 0.0) or None for name in ("rope_theta", "partial_rotary_factor")}
+        given = {name: config.get(name, None, kind=float) for name in ("rope_theta", "partial_rotary_factor")}
         return cls.from_parameters({**scaling, **given}, head_dim, default_theta)
 
     @classmethod
@@ -82,8 +87,17 @@ class Rope:
         def dimension_of(rotations: float) -> float:
             return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = dimension_of(scaling.get("beta_fast") or 32.0), dimension_of(scaling.get("beta_slow") or 1.0)
-        if scaling.get("truncate", True):
+        if theta == 1:
+            raise ConfigError("config.json: yarn needs a rope_theta other than 1.")
+        fast, slow = (_number(scaling, name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+        truncate = scaling.get("truncate", True)
+        if fast <= 0 or slow <= 0 or not isinstance(truncate, bool):
+            raise ConfigError(
+                f"config.json: yarn needs positive numbers beta_fast and beta_slow, and true or false for truncate, got {fast:g}, {slow:g} "
+                f"and {truncate!r}."
+            )
+        low, high = dimension_of(fast), dimension_of(slow)
+        if truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)

@@ -37,7 +37,7 @@ def build_model(config: HFConfig) -> Model:
     Raises:
       ConfigError: its type is not supported; the message lists what is.
     """
-    kind = config.get("model_type")
+    kind = config.get("model_type", kind=str)
     if kind not in MODELS:
         raise ConfigError(
             f"config.json: model_type {kind!r} is not supported; supported are {', '.join(sorted(MODELS))}."

@@ -78,15 +78,31 @@ class Cache:
             if num_pages > len(pages):
                 pages += pool.take(num_pages - len(pages))
 
-    def has_room_for(self, match: Match, num_tokens: int, most_at_once: int) -> bool:
-        """Whether a waiting sequence of so many tokens can be computed to its end, in chunks of at most `most_at_once` tokens."""
-        whole = -(-num_tokens // self.page_size)
-        for pool, pages in zip(self.pools, match.pages, strict=True):
+    def has_room_for(self, match: Match, num_tokens: int, most_at_once: int, promised: Seq[int]) -> bool:
+        """Whether a waiting sequence of so many tokens can be computed to its end, in chunks of at most `most_at_once` tokens.
+
+        Args:
+          promised: pages of each pool that are free, but others will take; see `still_to_take`.
+        """
+        for pool, pages, others in zip(self.pools, match.pages, promised, strict=True):
             kept = [page for page in pages if page != PADDING_PAGE]
-            most = min(pool.most_pages(num_tokens, most_at_once), whole - (len(pages) - len(kept)))
-            if most - len(kept) + pool.num_revived(kept) > pool.num_free:
+            missing = self._missing(pool, pages, num_tokens, most_at_once)
+            if missing + pool.num_revived(kept) + others > pool.num_free:
                 return False
         return True
+
+    def still_to_take(self, sequences: Iterable[Sequence], most_at_once: int) -> list[int]:
+        """For each pool the pages that running sequences need beyond their own until their known tokens are computed."""
+        totals = [0] * len(self.pools)
+        for sequence in sequences:
+            for index, (pool, pages) in enumerate(zip(self.pools, sequence.pages, strict=True)):
+                totals[index] += max(0, self._missing(pool, pages, len(sequence.tokens), most_at_once))
+        return totals
+
+    def _missing(self, pool: PagePool, pages: Seq[int], num_tokens: int, most_at_once: int) -> int:
+        num_gone = sum(page == PADDING_PAGE for page in pages)
+        whole = -(-num_tokens // self.page_size) - num_gone
+        return min(pool.most_pages(num_tokens, most_at_once), whole) - (len(pages) - num_gone)
 
     def hold(self, sequence: Sequence, match: Match) -> None:
         """Makes the matched pages those of the sequence."""

@@ -169,8 +169,11 @@ class Scheduler:
                 break
             num_tokens = len(sequence.tokens)
             match = self._match(sequence)
-            # Room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work.
-            if not self.cache.has_room_for(match, num_tokens, self.max_num_batched_tokens):
+            # Room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work. So does
+            # taking the pages of a prompt whose chunk ended early, which others are admitted behind.
+            unfinished = [one for one in self.running if one.num_computed < len(one.tokens)]
+            promised = self.cache.still_to_take(unfinished, self.max_num_batched_tokens)
+            if not self.cache.has_room_for(match, num_tokens, self.max_num_batched_tokens, promised):
                 break
             self.waiting.popleft()
             self.cache.hold(sequence, match)
@@ -221,7 +224,9 @@ class Scheduler:
     def _take_snapshot(self, sequence: Sequence, end: int) -> int:
         if self.cache.snapshots is None or not self.enable_prefix_caching or end % self.cache.page_size:
             return -1
-        return self.cache.snapshots.take(sequence, end, is_answer=end > sequence.num_prompt)
+        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
+        is_passing = end > sequence.num_prompt or end not in (sequence.branch, last)
+        return self.cache.snapshots.take(sequence, end, is_passing)
 
     def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Content hashes of the full pages among the first `num_tokens` tokens, which must be known."""

@@ -16,7 +16,7 @@ class _Pending:
 
     row: int
     num_tokens: int
-    is_answer: bool
+    is_passing: bool
 
 
 class Snapshots:
@@ -25,7 +25,8 @@ class Snapshots:
     A snapshot is found from the step after the one that writes it on: within a step every sequence reads its state before any is written. A
     row that is found may be given away in the same step for that reason too.
 
-    Of the pages that a sequence generates only the newest boundary is kept: the next turn of a conversation goes on from there.
+    Of the boundaries that a sequence passes, in its answer or between the chunks of a long prompt, only the newest is kept: the next turn of a
+    conversation goes on from there. One long prompt or answer would otherwise push out what all others left.
     """
 
     def __init__(self, num_rows: int):
@@ -33,7 +34,7 @@ class Snapshots:
         self._free = list(range(num_rows - 1, -1, -1))
         self._by_hash: OrderedDict[bytes, int] = OrderedDict()
         self._pending: dict[Sequence, _Pending] = {}
-        self._answers: dict[Sequence, bytes] = {}
+        self._passing: dict[Sequence, bytes] = {}
         self._fresh: list[tuple[bytes, int]] = []
 
     def reset(self) -> None:
@@ -58,7 +59,7 @@ class Snapshots:
             self._by_hash.move_to_end(digest)
         return row
 
-    def take(self, sequence: Sequence, num_tokens: int, is_answer: bool) -> int:
+    def take(self, sequence: Sequence, num_tokens: int, is_passing: bool) -> int:
         """A row for the state after so many tokens, -1 where there is none to have."""
         if sequence in self._pending:
             return -1
@@ -67,7 +68,7 @@ class Snapshots:
         if not self._free:
             return -1
         row = self._free.pop()
-        self._pending[sequence] = _Pending(row, num_tokens, is_answer)
+        self._pending[sequence] = _Pending(row, num_tokens, is_passing)
         return row
 
     def seal(self, sequence: Sequence, hashes: Seq[bytes], page_size: int) -> None:
@@ -78,15 +79,15 @@ class Snapshots:
         del self._pending[sequence]
         digest = hashes[pending.num_tokens // page_size - 1]
         self._fresh.append((digest, pending.row))
-        if pending.is_answer:
-            older = self._answers.get(sequence)
+        if pending.is_passing:
+            older = self._passing.get(sequence)
             if older is not None and older in self._by_hash:
                 self._free.append(self._by_hash.pop(older))
-            self._answers[sequence] = digest
+            self._passing[sequence] = digest
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence stops running; what it waits for is never known."""
-        self._answers.pop(sequence, None)
+        self._passing.pop(sequence, None)
         pending = self._pending.pop(sequence, None)
         if pending is not None:
             self._free.append(pending.row)
@@ -96,4 +97,4 @@ class Snapshots:
         pending = [one.row for one in self._pending.values()]
         rows = [*self._free, *self._by_hash.values(), *pending, *(row for _, row in self._fresh)]
         assert sorted(rows) == list(range(self.num_rows)), "rows of state leaked or are held twice"
-        assert {*self._pending, *self._answers} <= set(holders), "somebody who is gone still holds state"
+        assert {*self._pending, *self._passing} <= set(holders), "somebody who is gone still holds state"
