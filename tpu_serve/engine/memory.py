@@ -136,15 +136,22 @@ def _state(config: EngineConfig, layout: CacheLayout, demand: Demand, room: int,
     if slots * layout.state_bytes > room:
         windows = layout.windows
         left = room - sum((demand.one_sequence(one) + 1) * layout.page_bytes(demand.page_size, one) for one in windows)
+        fewer = left // (num_slots(1) * layout.state_bytes)
+        advice = f"Use --max-num-seqs {fewer} or less" if fewer > 0 else "Use more memory"
         raise ConfigError(
             f"Recurrent state of {slots} slots (two for each of --max-num-seqs {demand.max_num_seqs}) needs "
-            f"{slots * layout.state_bytes / GIB:.2f} GiB on each device; {origin} is {room / GIB:.2f} GiB. "
-            f"Use --max-num-seqs {max(1, left // (num_slots(1) * layout.state_bytes))} or less."
+            f"{slots * layout.state_bytes / GIB:.2f} GiB on each device; {origin} is {room / GIB:.2f} GiB. {advice}."
         )
     if not config.cache.enable_prefix_caching:
         return 0, slots * layout.state_bytes
     left = int((room - slots * layout.state_bytes) * SNAPSHOT_SHARE)
     count = min(demand.max_num_seqs, left // layout.state_bytes) if given is None else given
+    if (slots + count) * layout.state_bytes > room:
+        raise ConfigError(
+            f"--num-state-snapshots {count} and {slots} slots (two for each of --max-num-seqs {demand.max_num_seqs}) need "
+            f"{(slots + count) * layout.state_bytes / GIB:.2f} GiB of recurrent state on each device; {origin} is {room / GIB:.2f} GiB. "
+            "Lower --num-state-snapshots."
+        )
     if not count:
         logger.warning(
             "The prefix cache has no room for recurrent state and finds nothing: --num-state-snapshots is %s",

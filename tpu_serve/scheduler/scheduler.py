@@ -198,7 +198,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, length: int) -> int:
         """How many of the next `length` tokens to compute now. Recurrent state can be gone on from only where a chunk ended at the end of a
         page, so one ends at the last page of a prompt, where the cache has seen prompts part ways, and wherever it is cut short."""
-        if self.cache.snapshots is None or not self.enable_prefix_caching:
+        if not self._takes_snapshots:
             return length
         start, size, num_known = sequence.num_computed, self.cache.page_size, len(sequence.tokens)
         end = start + length
@@ -221,9 +221,14 @@ class Scheduler:
             self._seal(sequence)
         return Scheduled(sequence, start, length, samples, restore, snapshot)
 
+    @property
+    def _takes_snapshots(self) -> bool:
+        return self.enable_prefix_caching and self.cache.snapshots is not None and self.cache.snapshots.num_rows > 0
+
     def _take_snapshot(self, sequence: Sequence, end: int) -> int:
-        if self.cache.snapshots is None or not self.enable_prefix_caching or end % self.cache.page_size:
+        if not self._takes_snapshots or end % self.cache.page_size:
             return -1
+        assert self.cache.snapshots is not None
         last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         is_passing = end > sequence.num_prompt or end not in (sequence.branch, last)
         return self.cache.snapshots.take(sequence, end, is_passing)
