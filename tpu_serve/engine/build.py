@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
-from tpu_serve.checkpoint.progress import LoadProgress
+from tpu_serve.checkpoint.progress import GB, LoadProgress
 from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
 from tpu_serve.config import ConfigError, EngineConfig
 from tpu_serve.device.chip import GIB, chip_of
@@ -155,12 +155,15 @@ def _load(design: Design, on_phase: Phase) -> Any:
     placement = design.placement
     files = open_checkpoint(design.hf_config.folder, design.hf_config)
     if isinstance(files, DequantisedFolder):
-        logger.info("The checkpoint is quantised: %s. All but the experts is restored", files.scheme)
+        what = "All of it" if design.format.name is None else "All but the experts"
+        logger.info("The checkpoint is quantised: %s. %s is restored to the type of the model", files.scheme, what)
         if files.unused:
             logger.info("Scales of activations and of the KV cache are not used: %d tensors", len(files.unused))
-    line, errors = LoadProgress(logger.info), QuantisationErrors()
+    line, errors, started, num_bytes = LoadProgress(logger.info), QuantisationErrors(), time.perf_counter(), 0
 
     def progress(done: int, total: int) -> None:
+        nonlocal num_bytes
+        num_bytes = done
         line(done, total)
         on_phase("weights", done / max(1, total))
 
@@ -168,6 +171,8 @@ def _load(design: Design, on_phase: Phase) -> Any:
         placement.specs, files, placement.mesh, placement.rules, progress=progress, on_quantised=errors,
         ignore=design.ignored_weights,
     )  # fmt: skip
+    seconds = time.perf_counter() - started
+    logger.info("Read %.3f GB of weights in %.1f s (%.2f GB/s)", num_bytes / GB, seconds, num_bytes / GB / seconds)
     errors.report(design.format)
     return params
 
