@@ -82,7 +82,7 @@ def test_a_text_model_alone_is_the_same_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.language_model.layers.0.linear_attn.extra", "model.layers.1.mlp.gate.bias"])
 def test_only_what_is_known_is_skipped(tmp_path, name):
-    save_file(read_tensors() | {name: np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    save_file(read_tensors() | {name: np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=re.escape(name)):
         load(tmp_path)
 
