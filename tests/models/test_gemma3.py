@@ -106,7 +106,7 @@ def test_random_weights_give_sane_logits():
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
         ({"hidden_activation": "gelu"}, 'hidden_activation "gelu" is not supported'),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types entry 'linear_attention' is not supported"),
+        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention' in layer_types is not supported"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be positive or null, got -1"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope type 'llama3' is not supported"),
         ({"hidden_size": None}, "hidden_size is null, but this model needs it"),

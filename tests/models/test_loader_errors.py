@@ -82,7 +82,8 @@ def test_a_file_that_goes_away(tmp_path, tensors, is_whole):
             )
         }
         with pytest.raises(
-            ConfigError, match=rf"{PREFIX}.0.gate_proj.weight and 17 more in {tmp_path} cannot be read: No such file"
+            ConfigError,
+            match=rf"{PREFIX}.0.gate_proj.weight and 17 more in {tmp_path}/model.safetensors cannot be read: No such file",
         ):
             load_params(specs, files, make_mesh(jax.devices()[:1]), {}, ignore=["head.weight"])
     else:
@@ -125,14 +126,14 @@ def test_a_tensor_too_many(tmp_path, tensors):
 def test_a_wrong_shape(tmp_path, tensors, name, change, found, expected):
     tensors[name] = change(tensors[name])
     assert refusal(save(tmp_path, tensors)).startswith(
-        f"{name} in {tmp_path} is {found}, but the model expects the shape {expected} for its weight "
+        f"{name} in {tmp_path}/model.safetensors is {found}, but the model expects the shape {expected} for its weight "
     )
 
 
 def test_a_wrong_type(tmp_path, tensors):
     tensors["head.weight"] = tensors["head.weight"].astype(np.int8)
     assert refusal(save(tmp_path, tensors)) == (
-        f"head.weight in {tmp_path} is int8[32, 160], but the weight head is float32. Is it quantised?"
+        f"head.weight in {tmp_path}/model.safetensors is int8[32, 160], but the weight head is float32. Is it quantised?"
     )
 
 

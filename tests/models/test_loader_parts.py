@@ -213,6 +213,9 @@ class View:
     def info(self, name):
         return np.dtype(np.float32), self.files.info(name)[1]
 
+    def path(self, name):
+        return self.files.path(name)
+
     def num_bytes(self, name):
         return self.files.num_bytes(name)
 

@@ -177,7 +177,7 @@ def test_a_value_that_is_not_finite_is_named(tmp_path, value, layout):
     place = rf"{PREFIX}\.4\.up_proj\.weight in" if layout == "single" else rf"{PREFIX}\.gate_up_proj \(row 4\) in"
     with pytest.raises(
         ConfigError,
-        match=rf"{place} {tmp_path} holds values that are not finite, .* experts.gate_up is quantised to fp8_channel",
+        match=rf"{place} {tmp_path}/model.safetensors holds values that are not finite, .* experts.gate_up is quantised to fp8_channel",
     ):
         load_params(quantised(specs(), FORMATS["fp8_channel"]), tmp_path, mesh(2), DEFAULT_RULES)
     load_params(specs(), tmp_path, mesh(2), DEFAULT_RULES)
@@ -201,6 +201,9 @@ class QuantisedView:
 
     def info(self, name):
         return np.dtype(np.float32), self._files.info(name)[1]
+
+    def path(self, name):
+        return self._files.path(name)
 
     def num_bytes(self, name):
         return self._files.num_bytes(name) // 2

@@ -42,8 +42,11 @@ class TensorFiles(Protocol):
     def num_bytes(self, name: str) -> int:
         """Bytes to be read for it."""
 
-    def read(self, name: str) -> np.ndarray:
-        """Its values, not to be written to."""
+    def path(self, name: str) -> Path:
+        """The file that holds it."""
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """Its values, or some rows of its leading dimension, not to be written to."""
 
 
 def choose_sources(files: TensorFiles, specs: Any, ignore: Sequence[str]) -> dict[str, Source]:
@@ -98,12 +101,12 @@ def check_header(files: TensorFiles, path: str, spec: ParamSpec, source: Source)
         found = f"{stored}{list(shape)}"
         if source.shape is not None and shape != source.shape:
             raise ConfigError(
-                f"{key} in {files.folder} is {found}, but the model expects the shape {list(source.shape)} for its weight {path}. "
+                f"{key} in {files.path(key)} is {found}, but the model expects the shape {list(source.shape)} for its weight {path}. "
                 + ANOTHER_MODEL
             )
         if jnp.issubdtype(spec.dtype, jnp.floating) and not jnp.issubdtype(stored, jnp.floating):
             raise ConfigError(
-                f"{key} in {files.folder} is {found}, but the weight {path} is {jnp.dtype(spec.dtype)}. Is it quantised?"
+                f"{key} in {files.path(key)} is {found}, but the weight {path} is {jnp.dtype(spec.dtype)}. Is it quantised?"
             )
     if is_cut(spec, source):
         _check_rows(files, path, spec, source)
@@ -164,10 +167,10 @@ def transformed(files: TensorFiles, path: str, source: Source, arrays: list[np.n
 
 
 def describe(files: TensorFiles, source: Source) -> str:
-    """The tensors of a source, with folder, types and shapes."""
+    """The tensors of a source, with the file of the first, types and shapes."""
     names = source.keys[0] + (f" and {len(source.keys) - 1} more" if len(source.keys) > 1 else "")
     infos = [files.info(key) for key in source.keys]
-    return f"{names} in {files.folder} ({', '.join(sorted({f'{dtype}{list(shape)}' for dtype, shape in infos}))})"
+    return f"{names} in {files.path(source.keys[0])} ({', '.join(sorted({f'{dtype}{list(shape)}' for dtype, shape in infos}))})"
 
 
 def _module(name: str) -> str:

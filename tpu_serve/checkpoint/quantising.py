@@ -171,8 +171,9 @@ class RowQuantiser:
         reader = self._reader
         names = [key for key in reader.keys_of_row(row) if not _is_finite(reader.files, key, row, reader)]
         where = "" if reader.source.keys_per_row else f" (row {row})"
+        name = (names or reader.keys_of_row(row))[0]
         return ConfigError(
-            f"{(names or reader.keys_of_row(row))[0]}{where} in {reader.files.folder} holds values that are not finite, but the "
+            f"{name}{where} in {reader.files.path(name)} holds values that are not finite, but the "
             f"weight {reader.path} is quantised to {self._format.name}, which needs every value to be a finite number."
         )
 

@@ -180,13 +180,13 @@ class reading:  # noqa: N801  used like a function
 
     def __init__(self, files: TensorFiles, keys: Sequence[str]):
         self._names = keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
-        self._folder = files.folder
+        self._path = files.path(keys[0])
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError):
-            raise ConfigError(f"{self._names} in {self._folder} cannot be read: {error.strerror or error}.") from None
+            raise ConfigError(f"{self._names} in {self._path} cannot be read: {error.strerror or error}.") from None
 
 
 def _job(
@@ -207,7 +207,7 @@ def _job(
                 values = files.read_part(key, start, target.size)
             elif is_leading:
                 first = start // size
-                values = files.read(key, slice(first, first + len(target)))  # type: ignore[call-arg]
+                values = files.read(key, slice(first, first + len(target)))
             else:
                 values = files.read(key).reshape(-1)[start : start + target.size]
         _copy(values.reshape(target.shape), target)

@@ -208,9 +208,14 @@ class SafetensorsFolder:
         dtype, shape = self.info(name)
         return math.prod(shape) * dtype.itemsize
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor's values: a read-only view of the file."""
-        return self._home[name].read(name)
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._home[name].path
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A tensor's values, or some rows of its leading dimension: a read-only view of the file."""
+        values = self._home[name].read(name)
+        return values if rows is None else values[rows]
 
     def read_part(self, name: str, start: int, count: int) -> np.ndarray:
         """A copy of the flat tensor's elements from `start` on. A view kills the process where the disk fails or the file shrinks; this does not.

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from tpu_serve.config import ConfigError
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.layer_kinds import FULL, SLIDING, read_kinds
 from tpu_serve.layers.transformer import gated_mlp, project_logits
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def refuse_unsupported(config: HFConfig, neutral: Mapping[str, Any]) -> None:
@@ -32,22 +31,12 @@ def refuse_unsupported(config: HFConfig, neutral: Mapping[str, Any]) -> None:
 
 
 def layer_types(config: HFConfig, period: int) -> tuple[str, ...]:
-    """For each layer `SLIDING` or `FULL`: the list `layer_types`, or without one every `period`-th layer is full.
+    """For each layer `SLIDING` or `FULL`; every `period`-th layer is full where config.json does not list them.
 
     Raises:
-      ConfigError: the list has another length than there are layers, or names another type.
+      ConfigError: as `read_kinds`.
     """
-    num_layers = config.positive("num_hidden_layers")
-    types = config.get("layer_types", None, kind=list)
-    if types is None:
-        return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
-    if len(types) != num_layers:
-        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers.")
-    if unknown := [name for name in types if name not in (SLIDING, FULL)]:
-        raise ConfigError(
-            f"config.json: layer_types entry {unknown[0]!r} is not supported; supported are {SLIDING!r} and {FULL!r}."
-        )
-    return tuple(types)
+    return read_kinds(config, (SLIDING, FULL), lambda layer: SLIDING if (layer + 1) % period else FULL)
 
 
 def scaled_embedding(table: jax.Array, token_ids: jax.Array) -> jax.Array:

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tpu_serve.config import ConfigError
 from tpu_serve.hf_config import HFConfig
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+
+def read_kinds(config: HFConfig, supported: Sequence[str], kind_of: Callable[[int], str]) -> tuple[str, ...]:
+    """Per layer its kind, from `layer_types`.
+
+    Args:
+      supported: kinds that there may be.
+      kind_of: of a layer's index, where config.json has no `layer_types`.
+
+    Raises:
+      ConfigError: a kind of layer is not supported, or there are not as many as layers.
+    """
+    num_layers = config.positive("num_hidden_layers")
+    kinds = config.get("layer_types", None, kind=list)
+    if kinds is None:
+        return tuple(map(kind_of, range(num_layers)))
+    if len(kinds) != num_layers:
+        raise ConfigError(
+            f"{config.file}: layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}."
+        )
+    for kind in kinds:
+        if kind not in supported:
+            raise ConfigError(
+                f"{config.file}: {kind!r} in layer_types is not supported; supported are {' and '.join(map(repr, supported))}."
+            )
+    return tuple(kinds)
 
 
 def read_windows(config: HFConfig, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -19,19 +45,7 @@ def read_windows(config: HFConfig, slides: Callable[[int], bool]) -> tuple[int |
     Raises:
       ConfigError: a kind of layer is not supported, there are not as many as layers, or a window is missing.
     """
-    num_layers = config.positive("num_hidden_layers")
-    kinds = config.get("layer_types", None, kind=list)
-    if kinds is None:
-        kinds = [SLIDING if slides(layer) else FULL for layer in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ConfigError(
-            f"{config.file}: layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}."
-        )
-    for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            raise ConfigError(
-                f"{config.file}: {kind!r} in layer_types is not supported; supported are {SLIDING!r} and {FULL!r}."
-            )
+    kinds = read_kinds(config, (SLIDING, FULL), lambda layer: SLIDING if slides(layer) else FULL)
     window = config.positive("sliding_window") if SLIDING in kinds else None
     return tuple(window if kind == SLIDING else None for kind in kinds)
 

@@ -11,8 +11,6 @@ import jax
 from tpu_serve.device.kv_cache import CacheLayout, PagedCache
 from tpu_serve.hf_config import HFConfig
 from tpu_serve.layers.gemma import (
-    FULL,
-    SLIDING,
     capped_logits,
     gelu_mlp,
     layer_types,
@@ -20,6 +18,7 @@ from tpu_serve.layers.gemma import (
     refuse_unsupported,
     scaled_embedding,
 )
+from tpu_serve.layers.layer_kinds import FULL, SLIDING
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.norm import rms_norm_wide
 from tpu_serve.layers.rope import Rope, rotate

@@ -17,8 +17,6 @@ from tpu_serve.device.params import ParamSpec, Source
 from tpu_serve.hf_config import HFConfig
 from tpu_serve.kernels.fused_moe_v2.problem import Activation
 from tpu_serve.layers.gemma import (
-    FULL,
-    SLIDING,
     capped_logits,
     gelu_mlp,
     layer_types,
@@ -26,6 +24,7 @@ from tpu_serve.layers.gemma import (
     refuse_unsupported,
     scaled_embedding,
 )
+from tpu_serve.layers.layer_kinds import FULL, SLIDING
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig, Routing, route
 from tpu_serve.layers.norm import rms_norm_wide

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from tpu_serve.config import ConfigError
 from tpu_serve.device.kv_cache import CacheLayout, PagedCache
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.layer_kinds import require_silu
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.norm import rms_norm
@@ -57,10 +57,7 @@ class Mixtral:
         Raises:
           ConfigError: something is missing or not supported.
         """
-        if (activation := config.get("hidden_act", "silu")) != "silu":
-            raise ConfigError(
-                f"config.json: hidden_act {activation!r} is not supported for mixtral; supported is 'silu'."
-            )
+        require_silu(config)
         window, max_position = config.optional_positive("sliding_window"), config.positive("max_position_embeddings")
         hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
         head_dim = config.positive("head_dim", hidden // num_heads)

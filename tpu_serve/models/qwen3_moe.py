@@ -11,6 +11,7 @@ import jax
 from tpu_serve.config import ConfigError
 from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.hf_config import HFConfig
+from tpu_serve.layers.layer_kinds import read_moe_layers, require_silu
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.norm import rms_norm
@@ -64,13 +65,9 @@ class Qwen3Moe:
             raise ConfigError("config.json: attention_bias is not supported for qwen3_moe.")
         if config.get("use_sliding_window", False):
             raise ConfigError("config.json: use_sliding_window is not supported for qwen3_moe.")
-        if (activation := config.get("hidden_act", "silu")) != "silu":
-            raise ConfigError(
-                f"config.json: hidden_act {activation!r} is not supported for qwen3_moe; supported is 'silu'."
-            )
+        require_silu(config)
         hidden, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
         head_dim = config.positive("head_dim", hidden // num_heads)
-        dense, step = config.get("mlp_only_layers", None, kind=list) or [], config.positive("decoder_sparse_step", 1)
         return cls(
             vocab_size=config.positive("vocab_size"),
             hidden=hidden,
@@ -84,9 +81,7 @@ class Qwen3Moe:
                 intermediate=config.positive("moe_intermediate_size"),
                 renormalise=config.get("norm_topk_prob", False),
             ),
-            moe_layers=tuple(
-                layer not in dense and (layer + 1) % step == 0 for layer in range(config.positive("num_hidden_layers"))
-            ),
+            moe_layers=read_moe_layers(config),
             dense_intermediate=config.get("intermediate_size", 0),
             rope=Rope.from_config(config, head_dim, default_theta=1e4),
             epsilon=config.get("rms_norm_eps", 1e-6),

@@ -13,7 +13,7 @@ from tpu_serve.device.kv_cache import CacheLayout, PagedCache
 from tpu_serve.hf_config import HFConfig
 from tpu_serve.layers.gated_attention import gated_attention, gated_attention_specs
 from tpu_serve.layers.gated_delta_net import GatedDeltaNet
-from tpu_serve.layers.layer_kinds import read_moe_layers, require_silu
+from tpu_serve.layers.layer_kinds import FULL, LINEAR, read_kinds, read_moe_layers, require_silu
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.moe.routing import MoEConfig
 from tpu_serve.layers.norm import rms_norm_wide
@@ -31,8 +31,6 @@ from tpu_serve.layers.transformer import (
     run_decoder,
 )
 from tpu_serve.models.base import Experts
-
-LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +184,11 @@ class Qwen3Next:
 
 def _read_kinds(config: HFConfig) -> tuple[str, ...]:
     """Per layer its kind: `layer_types` says it, or every `full_attention_interval`-th layer is FULL."""
-    num_layers = config.positive("num_hidden_layers")
     interval = config.positive("full_attention_interval", 4)
-    regular = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    kinds = config.get("layer_types", None, kind=list) or regular
-    if len(kinds) != num_layers:
-        raise ConfigError(f"config.json: layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}.")
-    if unknown := [kind for kind in kinds if kind not in (LINEAR, FULL)]:
-        raise ConfigError(
-            f"config.json: {unknown[0]!r} in layer_types is not supported; supported are {LINEAR!r} and {FULL!r}."
-        )
+    kinds = read_kinds(config, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL)
     if FULL not in kinds:
         raise ConfigError(f"config.json: layer_types must have at least one {FULL!r}.")
-    return tuple(kinds)
+    return kinds
 
 
 def _read_rope(config: HFConfig, head_dim: int) -> Rope:

@@ -131,6 +131,11 @@ class DequantisedFolder:
         encoded = self._tensors[name]
         return self._files.info(name) if encoded is None else (_FLOAT32, encoded.shape)
 
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor, or the values that it is restored from."""
+        encoded = self._tensors[name]
+        return self._files.path(name if encoded is None else encoded.parts[0])
+
     def num_bytes(self, name: str) -> int:
         """Bytes that are read from the files for all of a tensor."""
         encoded = self._tensors[name]
@@ -145,8 +150,7 @@ class DequantisedFolder:
         """
         encoded = self._tensors[name]
         if encoded is None:
-            values = self._files.read(name)
-            return values if rows is None else values[rows]
+            return self._files.read(name, rows)
         return encoded.read(self._raw, *_ends(rows, encoded.shape[0]))
 
     def stored(self, name: str, rows: slice | None = None) -> Stored | None:

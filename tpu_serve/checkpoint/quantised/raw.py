@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -45,7 +44,7 @@ class RawTensors:
 
     def place(self, name: str) -> str:
         """The tensor and its file, in words."""
-        return f"{name} in {self._path(name)}"
+        return f"{name} in {self.files.path(name)}"
 
     def fault(self, name: str, expectation: str) -> ConfigError:
         """The error about a tensor's type or shape."""
@@ -88,6 +87,3 @@ class RawTensors:
         if not np.isfinite(scale).all():
             raise ConfigError(f"{self.place(name)} holds scales that are not finite, so what they scale is lost.")
         return scale
-
-    def _path(self, name: str) -> Path:
-        return self.files._home[name].path
