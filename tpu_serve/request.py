@@ -9,9 +9,15 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 MAX_STOP_STRINGS = 16
+MAX_BIASES = 512
+"""Most entries that the device adds to one row's logits: logit_bias, banned tokens and the stop tokens that min_tokens forbids."""
+MAX_BAD_WORDS = 128
+MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token. The compiled step always has room for this many, so that asking changes no program."""
 MAX_CHOICES = 128
@@ -74,6 +80,13 @@ class SamplingParams:
       logprobs: number of most probable alternatives reported per token, 0 for only the sampled one, None for nothing.
         Log-probabilities are of the model's raw distribution, before temperature and filters.
       skip_special_tokens: leave special tokens out of the text.
+      presence_penalty, frequency_penalty: in [-2, 2]; taken from the logits of tokens that were generated, once or once per occurrence.
+      repetition_penalty: above 0; logits of tokens in the prompt or the answer are divided by it if positive, else multiplied.
+      logit_bias: token ids and what is added to their logits before everything else, in [-100, 100]. A mapping is taken too.
+      min_tokens: no end-of-sequence id and none of stop_token_ids is generated before so many tokens, and no stop string ends the text.
+      bad_words: texts whose tokens are never generated in a row, with and without a space in front.
+      allowed_token_ids: only these are generated; None for all.
+      prompt_logprobs: as `logprobs`, for the tokens of the prompt; the first one has none. The prefix cache is not read then.
     """
 
     n: int = 1
@@ -89,11 +102,24 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         # Lists and single strings are what people write; the frozen object keeps tuples.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(pairs))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check_integer("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -113,10 +139,77 @@ class SamplingParams:
             _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_open=True)
+        for token_id, value in self.logit_bias:
+            _check_integer("logit_bias", token_id, 0, 2**31 - 1)
+            _check_number("logit_bias", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                "min_tokens", f"min_tokens ({self.min_tokens}) must not be larger than max_tokens ({self.max_tokens})."
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                "bad_words", f"bad_words holds {len(self.bad_words)} texts; at most {MAX_BAD_WORDS} are allowed."
+            )
+        if not all(isinstance(text, str) and text for text in self.bad_words):
+            raise InvalidRequest("bad_words", "bad_words must hold non-empty strings.")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids", "allowed_token_ids must not be empty: nothing could be said.")
+            for token_id in self.allowed_token_ids:
+                _check_integer("allowed_token_ids", token_id, 0, 2**31 - 1)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Added to the logit of a token while fewer than `until` tokens of the answer have been generated; minus infinity forbids it."""
+
+    token_id: int
+    value: float
+    until: int = 2**31 - 1
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in one sequence, which it follows token by token. Only the engine's thread touches it once the request runs.
+
+    Attributes:
+      follows: the mask depends on the tokens so far, so the sequence is not launched while the host does not know its last one.
+      mask: little-endian words of 32 bits, bit i % 32 of word i // 32 says whether id i may come next, ceil(vocabulary / 32) words;
+        None while everything may.
+      is_finished: nothing may follow: the sequence ends with the token accepted last.
+    """
+
+    @property
+    def follows(self) -> bool: ...
+
+    @property
+    def mask(self) -> bytes | None: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def accept(self, token_id: int) -> None:
+        """Takes the next token.
+
+        Raises:
+          ValueError: it is not allowed, or what follows cannot be said; the request fails with this message.
+        """
+
+    def copy(self) -> Constraint:
+        """One at the same place, for another choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +225,11 @@ class Request:
       choice: index of the choice, folded into the random stream.
       cache_salt: requests share cached prefixes only with requests of the same salt.
       arrival: seconds on the monotonic clock.
+      biases: what is added to logits, at most `MAX_BIASES` entries with different ids.
+      constraint: which tokens may be sampled.
+      priority: lower ones go first where the scheduler looks at it.
+      forced_token_ids: a script for tests: these are "sampled" one after another, then an end-of-sequence id; logits are computed all the same.
+      shown_token_ids: special tokens that are text although `params.skip_special_tokens`.
     """
 
     id: str
@@ -142,6 +240,11 @@ class Request:
     choice: int = 0
     cache_salt: str = ""
     arrival: float = field(default_factory=time.monotonic)
+    biases: tuple[Bias, ...] = ()
+    constraint: Constraint | None = None
+    priority: int = 0
+    forced_token_ids: tuple[int, ...] = ()
+    shown_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +254,25 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When a request passed the stations of its life, seconds on the monotonic clock.
+
+    Attributes:
+      admitted: first got a slot; None for one that ended in the queue.
+      first_token, last_token: the host knew its first and its last token so far; None without any.
+      num_preemptions: how often it lost its pages.
+      num_prompt_computed: prompt tokens that were computed, not taken from the prefix cache.
+    """
+
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_preemptions: int = 0
+    num_prompt_computed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one is made per token, and freezing makes that three times as slow
@@ -166,6 +288,8 @@ class TokenOutput:
       ended_by_token: the last token is a stop or end-of-sequence token (its text is not shown by default).
       num_cached_tokens: prompt tokens taken from the prefix cache.
       error: what went wrong, when finish_reason is ERROR.
+      prompt_logprobs: with the first token, when asked for: an entry per prompt token, None for the first one.
+      timing: with the last output of a request.
     """
 
     request_id: str
@@ -176,3 +300,5 @@ class TokenOutput:
     ended_by_token: bool = False
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    timing: Timing | None = None

@@ -188,7 +188,7 @@ class Scheduler:
             sequence.slot, sequence.status = self._free_slots.pop(), Status.RUNNING
             self.running.append(sequence)
             budget -= length
-            scheduled.append(self._launch(sequence, length, match.snapshot))
+            scheduled.append(self._launch(sequence, length, match.snapshot, is_first=True))
 
     def _match(self, sequence: Sequence) -> Match:
         if not self.enable_prefix_caching:
@@ -207,7 +207,7 @@ class Scheduler:
         last = (num_known - 1) // size * size
         return min(cut for cut in (end, sequence.branch, last) if start < cut <= end) - start
 
-    def _launch(self, sequence: Sequence, length: int, restore: int = -1) -> Scheduled:
+    def _launch(self, sequence: Sequence, length: int, restore: int = -1, is_first: bool = False) -> Scheduled:
         start, num_known = sequence.num_computed, len(sequence.tokens)
         end = start + length
         samples = end == num_known + sequence.num_inflight
@@ -219,7 +219,7 @@ class Scheduler:
             self.stats.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - start)
             # Attention writes a step's keys and values before it reads any, so pages may be shared from this very step on.
             self._seal(sequence)
-        return Scheduled(sequence, start, length, samples, restore, snapshot)
+        return Scheduled(sequence, start, length, samples, restore, snapshot, is_first)
 
     @property
     def _takes_snapshots(self) -> bool:
@@ -306,6 +306,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, result: SampledToken) -> TokenOutput:
         token_id, request = result.token_id, sequence.request
+        assert token_id is not None
         if token_id < 0:
             self._finish(sequence, FinishReason.ERROR)
             return TokenOutput(request_id=request.id, finish_reason=FinishReason.ERROR, error=NOT_A_NUMBER)

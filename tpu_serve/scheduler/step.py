@@ -17,6 +17,7 @@ class Scheduled:
       samples: the last of them yields the next token.
       restore: snapshot that recurrent state starts from, -1 for the sequence's own state.
       snapshot: snapshot that takes its state afterwards, -1 for none.
+      is_first: first launch since the sequence got its slot; all its tokens are known then.
     """
 
     sequence: Sequence
@@ -25,6 +26,7 @@ class Scheduled:
     samples: bool
     restore: int = -1
     snapshot: int = -1
+    is_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,16 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class SampledToken:
-    """What the device sampled for one scheduled row; id -1 says that its logits were not numbers."""
+    """What the device brought for one scheduled row.
 
-    token_id: int
+    Attributes:
+      token_id: sampled; -1 says that the logits were not numbers, None that the row samples nothing.
+      prompt_logprobs: of the tokens at positions `start + 1` up to `start + length` that belong to the prompt, when the request asked.
+    """
+
+    token_id: int | None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
