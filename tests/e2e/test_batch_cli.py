@@ -42,19 +42,23 @@ def files(tmp_path):
 
 def test_one_bad_line_is_one_error_line(files):
     source, output = files
-    source.write_text("\n".join([chat("a", "Hello"), '{"custom_id":', text("b", "Once upon")]) + "\n")
+    count = json.dumps({"custom_id": "c", "method": "POST", "url": "/tokenize", "body": {"prompt": "Hello", "oops": 1}})
+    source.write_text("\n".join([chat("a", "Hello"), '{"custom_id":', text("b", "Once upon"), count]) + "\n")
     done = run("-i", source, "-o", output)
     assert done.returncode == 1, done.stderr
     results = read(output)
-    assert [result["custom_id"] for result in results] == ["a", None, "b"]
-    assert [result["response"]["status_code"] for result in results] == [200, 400, 200]
+    assert [result["custom_id"] for result in results] == ["a", None, "b", "c"]
+    assert [result["response"]["status_code"] for result in results] == [200, 400, 200, 200]
     assert "Line 2" in results[1]["error"]["message"]
     assert results[0]["response"]["body"]["object"] == "chat.completion"
     assert results[2]["response"]["body"]["object"] == "text_completion"
+    tokens = results[3]["response"]["body"]
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+    assert tokens["ignored_fields"] == ["oops"]
     assert not done.stdout
     summary = json.loads(done.stderr.splitlines()[-1])
     usages = [results[place]["response"]["body"]["usage"] for place in (0, 2)]
-    assert (summary["requests"], summary["failed"]) == (3, 1)
+    assert (summary["requests"], summary["failed"]) == (4, 1)
     assert summary["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
     assert summary["completion_tokens"] == sum(usage["completion_tokens"] for usage in usages)
 
@@ -70,7 +74,8 @@ def test_pipes_and_every_choice():
     assert answers == {results[2]["response"]["body"]["choices"][0]["message"]["content"]}, "greedy choices agree"
 
 
-def test_an_interrupted_run_is_resumed(files):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_was_ended_is_resumed(files, number, code):
     source, output = files
     lines = "\n".join(text(str(n), f"Story {n}", max_tokens=40, ignore_eos=True) for n in range(60)) + "\n"
     source.write_text(lines)
@@ -82,8 +87,8 @@ def test_an_interrupted_run_is_resumed(files):
     deadline = time.monotonic() + 200
     while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
     process.stdin.close()
     stderr = process.stderr.read()
     process.stderr.close()

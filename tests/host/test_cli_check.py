@@ -60,7 +60,9 @@ def test_qwen3_30b_on_eight_devices(check):
     assert (cache["token_bytes"], cache["token_bytes_on_device"]) == (98_304, 98_304)
     assert cache["sequence_pages"] == 40960 // 128
     assert cache["sequence_bytes_on_device"] == 40960 * 98_304
-    free = int(32 * GIB * 0.9) - found["param_bytes"]
+    of_sampler = 256 * (2 * 151936 + 512 * 12)  # a count for each token and a table of biases, for two slots a sequence
+    assert found["plan"]["sampler_bytes"] == of_sampler
+    free = int(32 * GIB * 0.9) - found["param_bytes"] - of_sampler
     assert cache["num_pages"] == free // (128 * 98_304)
     assert found["concurrency"] == pytest.approx((cache["num_pages"] - 1) / 320)
     assert found["state"] is None
@@ -173,8 +175,8 @@ def test_advice_is_tried_and_as_small_as_it_can_be(check):
     words = ("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 2)
     found = check(*words)
     advice = [one["flags"] for one in found["remedies"]]
-    assert advice == ["--quantization int8", "--quantization fp8", "--tensor-parallel-size 4", "--max-model-len 7552"]
-    assert "Use --max-model-len 7552 or less" in found["problem"]
+    assert advice == ["--quantization int8", "--quantization fp8", "--tensor-parallel-size 4", "--max-model-len 5888"]
+    assert "Use --max-model-len 5888 or less" in found["problem"]
     for flags in advice:
         assert check(*words, *flags.split())["fits"], flags
     assert not check(*words, "--max-model-len", 7553)["fits"]
@@ -325,11 +327,19 @@ def test_warnings_are_notes(capsys, caplog):
     assert "There is no v6e slice of 3 devices" in run(capsys, "--chip", "v6e", "-tp", 3)[1]
 
 
+def test_the_flags_of_serve_do(capsys):
+    words = ("--max-model-len", "auto", "--num-pages", 20, "--port", 1, "--api-key", "secret", "--enforce-eager")
+    code, out, err = run(capsys, "--chip", "cpu", *words)
+    assert code == 0
+    assert "1.0 sequences of 304 tokens at a time" in out
+    assert "secret" not in out + err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--chip", "v6f"), "--chip v6f is unknown; known are v5e, v5p, v6e, tpu7x, cpu"),
-        (("--port", 1), "unknown flag --port"),
+        (("--prot", 1), "unknown flag --prot"),
         (("--page-size", 24), "--page-size must be a power of two"),
         (("no/such/model",), "no/such/model"),
         ((FIXTURES / "qwen3", "--quantization", "int8"), "has no experts, which --quantization would be about"),

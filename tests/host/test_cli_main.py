@@ -25,6 +25,10 @@ COMMANDS = [
     ["plan"],
     ["tune"],
     ["convert"],
+    ["chat"],
+    ["complete"],
+    ["doctor"],
+    ["collect-env"],
 ]
 
 
@@ -53,13 +57,16 @@ def test_words_after_help_do_not_matter(capsys):
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("tpu-serve ")
+    assert cli.main(["-v"]) == 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "required: COMMAND"),
-        (["serv"], "invalid choice: 'serv'"),
+        (["serv"], "unknown command 'serv'; did you mean serve? there are serve, chat,"),
+        (["frobnicate"], "unknown command 'frobnicate'; there are"),
+        (["bench", "prefil"], "unknown command 'prefil'; did you mean prefill?"),
         (["serve", "--prot", "1"], "unknown flag --prot; did you mean --port?"),
         (["batch", "-i", "x"], "required: -o/--output-file"),
         (["bench"], "required: BENCHMARK"),
@@ -106,7 +113,7 @@ def test_help_imports_nothing_heavy_and_is_quick():
     program = (
         "import sys; from tpu_serve.cli.main import main; code = main(['serve', '--help'])\n"
         "heavy = {'asyncio', 'jax', 'jaxlib', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'pydantic', 'tokenizers', 'jinja2', 'tqdm', "
-        "'huggingface_hub', 'safetensors'}\n"
+        "'huggingface_hub', 'safetensors', 'yaml', 'http.client', 'ssl'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     seconds = []

@@ -43,6 +43,12 @@ EXAMPLES = {
     "max_num_seqs": (["3"], 3),
     "max_num_batched_tokens": (["256"], 256),
     "max_num_queued_reqs": (["9"], 9),
+    "max_num_queued_tokens": (["9000"], 9000),
+    "scheduling_policy": (["priority"], "priority"),
+    "generation_config": (["vllm"], "vllm"),
+    "override_generation_config": (['{"top_k": 3}'], {"top_k": 3}),
+    "max_logprobs": (["5"], 5),
+    "logprobs_mode": (["processed_logits"], "processed_logits"),
     "tensor_parallel_size": (["2"], 2),
     "enable_expert_parallel": ([], False),
     "token_buckets": (["16", "64"], (16, 64)),
@@ -57,11 +63,56 @@ EXAMPLES = {
     "shutdown_timeout": (["1.5"], 1.5),
     "log_stats_interval": (["0"], 0.0),
     "log_level": (["debug"], "debug"),
+    "disable_log_stats": ([], True),
+    "log_format": (["json"], "json"),
+    "disable_access_log": ([], True),
+    "disable_access_log_for_endpoints": (["/a", "/b,/c"], ("/a", "/b", "/c")),
+    "uvicorn_log_level": (["error"], "error"),
     "enable_log_requests": ([], True),
+    "max_log_len": (["80"], 80),
+    "metrics_prefix": (["tpu_serve"], "tpu_serve"),
+    "otlp_traces_endpoint": (["http://collector:4318/v1/traces"], "http://collector:4318/v1/traces"),
+    "api_key_file": (["keys"], "keys"),
+    "metrics_without_key": ([], True),
+    "uds": (["/tmp/socket"], "/tmp/socket"),
+    "root_path": (["/llm"], "/llm"),
+    "ssl_keyfile": (["key.pem"], "key.pem"),
+    "ssl_certfile": (["cert.pem"], "cert.pem"),
+    "ssl_ca_certs": (["ca.pem"], "ca.pem"),
+    "ssl_cert_reqs": (["1"], 1),
+    "allowed_origins": (["https://a", "https://b"], ("https://a", "https://b")),
+    "allowed_methods": (["GET"], ("GET",)),
+    "allowed_headers": (["x-a"], ("x-a",)),
+    "allow_credentials": ([], True),
+    "enable_request_id_headers": ([], False),
+    "disable_fastapi_docs": ([], True),
+    "enable_tokenizer_info_endpoint": ([], True),
+    "profile_dir": (["traces"], "traces"),
+    "trust_request_chat_template": ([], True),
+    "default_chat_template_kwargs": (['{"enable_thinking": false}'], {"enable_thinking": False}),
+    "reasoning_parser": (["none"], "none"),
+    "tool_call_parser": (["none"], "none"),
+    "enable_auto_tool_choice": ([], False),
+    "reasoning_content": ([], False),
+    "stream_interval": (["4"], 4),
+    "enable_force_include_usage": ([], True),
+    "enable_scripted_output": ([], True),
+    "body_timeout": (["5"], 5.0),
+    "h11_max_incomplete_event_size": (["2048"], 2048),
+    "h11_max_header_count": (["9"], 9),
+    "queue_full_status": (["429"], 429),
+    "sse_keep_alive_interval": (["15"], 15.0),
 }
 
 # What an option asks of others before it may be set.
-NEEDS = dict.fromkeys(("moe_permute", "moe_combine", "moe_grouped_matmul"), ("--moe-backend", "grouped"))
+OF_GROUPED = ("moe_permute", "moe_combine", "moe_grouped_matmul")
+OF_SSL = ("--ssl-certfile", "cert.pem")
+NEEDS = {
+    **dict.fromkeys(OF_GROUPED, ("--moe-backend", "grouped")),
+    "ssl_keyfile": OF_SSL,
+    "ssl_ca_certs": OF_SSL,
+    "ssl_cert_reqs": (*OF_SSL, "--ssl-ca-certs", "ca.pem"),
+}
 
 
 def make_parser():
@@ -93,7 +144,7 @@ def test_a_flag_sets_its_option_and_no_other(name, mark):
     assert changed == {**read(*needs), name: value}
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", OF_GROUPED)
 def test_an_option_of_another_backend_is_refused(name):
     words, value = EXAMPLES[name]
     flag = f"--{name.replace('_', '-')}"
@@ -125,7 +176,8 @@ def test_defaults_are_shown(name):
     default = FIELDS[name].default
     help = next(action.help for action in make_parser()._actions if action.dest == name)
     if default not in (None, "", (), dataclasses.MISSING):
-        assert f"(default: {'on' if default is True else 'off' if default is False else default})" in help
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        assert f"(default: {'on' if default is True else 'off' if default is False else shown})" in help
 
 
 def test_without_flags_the_defaults_hold():
@@ -138,6 +190,11 @@ def test_without_flags_the_defaults_hold():
 def test_sizes_are_those_whose_help_says_so():
     assert {name for name, item in FIELDS.items() if "suffixes allowed" in item.metadata["help"]} == SIZES
     assert {name for name, item in FIELDS.items() if "may be repeated" in item.metadata["help"]} == REPEATED
+
+
+@pytest.mark.parametrize("words", [("auto",), ("AUTO",), ("-1",)])
+def test_the_longest_sequences_that_fit(words):
+    assert read("--max-model-len", *words)["max_model_len"] == -1
 
 
 def test_lists():

@@ -10,8 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tpu_serve.cli.options import add_engine_options, add_server_options, engine_config, positive, server_config
+from tpu_serve.cli.options import (
+    add_engine_options,
+    add_others,
+    add_server_options,
+    engine_config,
+    log_notes,
+    positive,
+    server_config,
+)
 from tpu_serve.cli.progress import Progress
+from tpu_serve.cli.terminated import Terminated, terminable
 from tpu_serve.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
@@ -19,7 +28,18 @@ if TYPE_CHECKING:
     from tpu_serve.cli.batch_job import Batch
     from tpu_serve.engine.engine import Engine
 
-SERVER_OPTIONS = ("served_model_name", "chat_template", "strict_fields")
+SERVER_OPTIONS = (
+    "served_model_name",
+    "chat_template",
+    "default_chat_template_kwargs",
+    "trust_request_chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "enable_auto_tool_choice",
+    "strict_fields",
+    "enable_scripted_output",
+)
+"""Those that say how requests are read; the others are about HTTP."""
 ALL_ANSWERED, SOME_FAILED = 0, 1
 
 
@@ -28,6 +48,7 @@ def register(subparsers: Any) -> None:
         "batch",
         aliases=["run-batch"],
         help="answer a file of requests",
+        usage="%(prog)s -i FILE -o FILE [MODEL] [OPTIONS]",
         description="Answers a file of requests in the format of OpenAI's Batch API. A line that fails becomes an error line and the rest goes on. "
         "Exit code: 0 every line was answered, 1 some failed, 2 could not run. The last line on standard error is a JSON summary.",
     )
@@ -37,7 +58,7 @@ def register(subparsers: Any) -> None:
         "--input-file",
         required=True,
         metavar="FILE",
-        help="requests, one JSON object a line; - is standard input",
+        help="requests, one JSON object a line; - is standard input, and a file may be given by its http(s) URL",
     )
     add(
         "-o", "--output-file", required=True, metavar="FILE",
@@ -52,6 +73,7 @@ def register(subparsers: Any) -> None:
     )  # fmt: skip
     add_engine_options(parser)
     add_server_options(parser, only=SERVER_OPTIONS)
+    add_others(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -71,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         from tpu_serve.server.logs import configure_logging
 
         configure_logging("warning")
+        log_notes(arguments)
         engine = build_engine(engine_options, progress.phase)
         concurrency = arguments.concurrency or 2 * engine.core.scheduler.max_num_seqs
         writer.start()
@@ -79,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             asyncio.run(_serve(batch, source, engine, server_options))
         except OSError as error:
             raise stopped(str(error)) from None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             print(f"tpu-serve: {batch.totals.num_requests} results are written; --resume continues", file=sys.stderr)
             raise
     print(json.dumps(batch.totals.as_json()), file=sys.stderr)
@@ -90,17 +113,24 @@ async def _serve(batch: Batch, source: BinaryIO, engine: Engine, config: ServerC
     from tpu_serve.server.chat import create_chat_completion
     from tpu_serve.server.completions import create_completion
     from tpu_serve.server.service import Service
+    from tpu_serve.server.tokenization import tokenize
+
+    async def create_tokens(body: dict[str, Any]) -> dict[str, Any]:
+        reply, ignored = await tokenize(body, service)
+        return {**reply, "ignored_fields": list(ignored)} if ignored else reply
 
     names = config.served_model_name or (engine.config.model.served_name,)
     service = Service.start(engine, config, names)
     handlers = {
         "/v1/chat/completions": lambda body: create_chat_completion(body, service),
         "/v1/completions": lambda body: create_completion(body, service),
+        "/tokenize": create_tokens,
     }
     try:
-        await batch.run(source, handlers, lambda: service.frontend.client.failure)
+        with terminable():
+            await batch.run(source, handlers, lambda: service.frontend.client.failure)
     finally:
-        service.frontend.close()
+        service.close()
 
 
 def _open_files(arguments: argparse.Namespace, stack: ExitStack) -> tuple[BinaryIO, ResultWriter]:
@@ -113,8 +143,12 @@ def _open_files(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Binary
         if arguments.resume:
             raise ConfigError("--resume needs an output file: standard output cannot be read back.")
         return source, ResultWriter(sys.stdout.buffer)
+    if is_url(arguments.output_file):
+        raise ConfigError(
+            f"--output-file {arguments.output_file} is a URL, and results are appended as they come: name a file, and upload it afterwards."
+        )
     path = Path(arguments.output_file)
-    if path.exists() and arguments.input_file != "-" and os.path.samefile(path, arguments.input_file):
+    if path.exists() and Path(arguments.input_file).exists() and os.path.samefile(path, arguments.input_file):
         raise ConfigError(f"{path} is both the input and the output.")
     writer = ResultWriter.open(path, resume=arguments.resume)
     stack.callback(writer.close)
@@ -122,11 +156,19 @@ def _open_files(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Binary
 
 
 def _open_input(name: str) -> BinaryIO:
+    if is_url(name):
+        from tpu_serve.cli.batch_download import download
+
+        return download(name)
     try:
         # Not sys.stdin: the interpreter closes that when it exits, and would wait for the thread that reads it.
         return os.fdopen(os.dup(0), "rb") if name == "-" else Path(name).open("rb")
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}.") from None
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 def _count_lines(file: BinaryIO) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tpu_serve.cli.options import add_engine_options, engine_config
+from tpu_serve.cli.options import add_engine_options, add_others, engine_config, log_notes
 from tpu_serve.config import EngineConfig, ParallelOptions
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         help="whether a model fits some devices, and what lies where",
+        usage="%(prog)s [MODEL] [OPTIONS]",
         description="Makes every decision that `tpu-serve serve` makes before it reads weights, for devices that need not be here, and prints it: bytes by kind of "
         "weight, what is split and what is copied, the caches, how many sequences fit, how experts run. All of it is calculated. Exit code: 0 it fits, "
         "2 it does not or could not be checked; standard error has the reason, standard output the options that would make it fit, each tried.",
@@ -34,6 +35,7 @@ def register(subparsers: Any) -> None:
         "--chip", metavar="CHIP", help="v5e, v5p, v6e, tpu7x or cpu; what this machine has when left out"
     )
     group.add_argument("--json", action="store_true", help="print JSON")
+    add_others(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -48,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tpu_serve.hf_config import read_config
 
     config = engine_config(arguments)
+    log_notes(arguments)
     chip = _chip(arguments.chip)
     folder = resolve(config.model.source, config.model.revision, weights=False)
     hf_config = read_config(folder, config.model.hf_overrides)

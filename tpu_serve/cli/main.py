@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
 from tpu_serve import __version__
-from tpu_serve.cli import batch, bench, check, convert, plan, serve, tune
+from tpu_serve.cli import batch, bench, chat, check, complete, convert, doctor, plan, serve, tune
 from tpu_serve.cli.parser import Parser
+from tpu_serve.cli.terminated import EXIT_CODE, Terminated
 from tpu_serve.config import ConfigError
 
 FAILED_TO_RUN = 2
 INTERRUPTED = 130
-COMMANDS = (serve, batch, check, bench, plan, tune, convert)
+COMMANDS = (serve, chat, complete, batch, check, doctor, bench, plan, tune, convert)
 """Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 2 when it could not run (one line on stderr says why), 130 when interrupted."""
+    """Runs one command and returns its exit code: 2 when it could not run (one line on stderr says why), 130 when interrupted, 143 when
+    terminated."""
     try:
         arguments = _parser().read(sys.argv[1:] if argv is None else argv)
         code: int = arguments.run(arguments)
@@ -28,8 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tpu-serve: error: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED_TO_RUN
     except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"tpu-serve: error: {error.strerror}.", file=sys.stderr)
+        return FAILED_TO_RUN
+    except Terminated:
+        print("tpu-serve: terminated", file=sys.stderr)
+        return EXIT_CODE
     except KeyboardInterrupt:
         print("tpu-serve: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -37,9 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return finished.code if isinstance(finished.code, int) else 0
 
 
+def _drop_output() -> None:
+    """Lets what is still buffered for standard output go nowhere: the interpreter would fail on it when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _parser() -> Parser:
     parser = Parser(prog="tpu-serve", description="Inference server for mixture-of-experts language models on TPUs.")
-    parser.add_argument("--version", action=_Version, help="show the version")
+    parser.add_argument("-v", "--version", action=_Version, help="show the version")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.register(subparsers)

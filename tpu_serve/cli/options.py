@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import logging
 import types
 import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
+from tpu_serve.cli.foreign import Elsewhere, add_foreign_flags
+from tpu_serve.cli.foreign_table import ENGINE_FLAGS, SERVER_FLAGS, VALUE_HINTS
+from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError, EngineConfig, ServerConfig, engine_options
+from tpu_serve.config.engine import LONGEST_THAT_FITS
 from tpu_serve.option import parse_count
 
-SIZES = frozenset({"max_model_len", "kv_cache_memory_bytes", "max_request_bytes"})
+logger = logging.getLogger(__name__)
+
+SIZES = frozenset(
+    {"max_model_len", "max_num_batched_tokens", "max_num_queued_tokens", "kv_cache_memory_bytes", "max_request_bytes"}
+)
 """Options that take suffixes, as in 32k."""
 REPEATED = frozenset({"api_key"})
 """Options that take one value at a time and may be given again; other lists take all their values at once."""
@@ -26,6 +36,7 @@ _PART_TITLES = {
     "moe": "mixture of experts",
     "cache": "KV cache",
     "scheduler": "scheduling",
+    "sampling": "sampling",
     "parallel": "several devices",
     "compile": "compiled programs",
 }
@@ -42,7 +53,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, without: Collection[s
         help="a Hugging Face folder or hub id; the embedded model when left out",
     )
     groups: dict[str, Any] = {}
-    hints = _type_hints(*(type(getattr(EngineConfig(), part)) for part in _PART_TITLES))
+    defaults = EngineConfig()
+    hints = _type_hints(*(type(getattr(defaults, part)) for part in _PART_TITLES))
     for part, name, item in engine_options():
         if part not in groups:
             groups[part] = parser.add_argument_group(_PART_TITLES.get(part, part))
@@ -57,6 +69,26 @@ def add_server_options(parser: argparse.ArgumentParser, *, only: Collection[str]
     for item in dataclasses.fields(ServerConfig):
         if only is None or item.name in only:
             _add_flag(group, item.name, item, hints[item.name])
+
+
+def add_others(parser: Parser) -> None:
+    """Adds --config and, hidden, the flags of other programs and those of the HTTP server that the command lacks. Call it last."""
+    parser.add_config_option()
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for item in dataclasses.fields(ServerConfig):
+        if _spelled(item.name) not in known:
+            nargs = {bool: 0, tuple: "+"}.get(typing.get_origin(hint := _type_hints(ServerConfig)[item.name]) or hint)
+            flags = [_spelled(item.name), *([f"--no-{_spelled(item.name)[2:]}"] if nargs == 0 else [])]
+            settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "nargs": nargs}
+            parser.add_argument(*flags, *item.metadata["aliases"], action=Elsewhere, dest="notes", **settings)
+    add_foreign_flags(parser, ENGINE_FLAGS)
+    add_foreign_flags(parser, SERVER_FLAGS)
+
+
+def log_notes(arguments: argparse.Namespace) -> None:
+    """Logs what flags of other programs mean here, each once."""
+    for note in dict.fromkeys(getattr(arguments, "notes", ())):
+        logger.warning("%s", note)
 
 
 def engine_config(arguments: argparse.Namespace, **forced: Any) -> EngineConfig:
@@ -96,7 +128,12 @@ def positive(text: str) -> int:
 
 
 def _type_hints(*classes: type) -> dict[str, Any]:
-    return {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    return {name: hint for cls in classes for name, hint in _type_hints_of(cls).items()}
+
+
+@functools.cache
+def _type_hints_of(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _add_flag(group: Any, name: str, item: dataclasses.Field[Any], hint: Any) -> None:
@@ -112,8 +149,32 @@ def _add_flag(group: Any, name: str, item: dataclasses.Field[Any], hint: Any) ->
         settings["metavar"] = metadata["metavar"] or _metavar(name)
         settings["type"] = _reader(name, hint)
     if typing.get_origin(hint) is tuple:
-        settings.update({"action": "append"} if name in REPEATED else {"action": "extend", "nargs": "+"})
-    group.add_argument(*flags, **settings)
+        settings.update({"action": "append"} if name in REPEATED else {"action": _Extend, "nargs": "+"})
+    group.add_argument(*flags, **settings).value_hints = VALUE_HINTS.get(name, {})
+
+
+class _Extend(argparse._ExtendAction):
+    """Takes several words, or a JSON list of them in one word."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        words: list[Any] = []
+        for value in values:
+            words += _json_list(value) if isinstance(value, str) and value.startswith("[") else [value]
+        super().__call__(parser, namespace, words, option_string)
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return [text]
+    return values if all(isinstance(value, str) for value in values) else [text]
 
 
 def _spelled(name: str) -> str:
@@ -130,11 +191,15 @@ def _help(item: dataclasses.Field[Any]) -> str:
     if default is dataclasses.MISSING or default is None or default in ("", ()):
         return text  # the text itself says what happens when it is left out
     shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    if isinstance(default, tuple):
+        shown = " ".join(map(str, default))
     return f"{text} (default: {shown})"
 
 
 def _reader(name: str, hint: Any) -> Callable[[str], Any]:
     """What turns the text of a flag into a value (into one element, for a list)."""
+    if name == "max_model_len":
+        return _length
     if name in SIZES:
         return _size
     readers: dict[type, Callable[[str], Any]] = {int: _integer, float: _number, str: str, dict: json_object}
@@ -148,6 +213,10 @@ def _size(text: str) -> int:
         return parse_count(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
+
+
+def _length(text: str) -> int:
+    return LONGEST_THAT_FITS if text.lower() in ("auto", str(LONGEST_THAT_FITS)) else _size(text)
 
 
 def _integer(text: str) -> int:

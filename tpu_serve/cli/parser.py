@@ -1,10 +1,11 @@
-"""The argument parser of every command: one-line errors with a suggestion, `-` and `_` alike, `--help=WORD`."""
+"""The argument parser of every command: one-line errors with a suggestion, `-` and `_` alike, `--help=WORD`, `--config FILE`."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from tpu_serve.config import ConfigError
@@ -18,6 +19,15 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", _Formatter)
         super().__init__(add_help=False, **settings)
         self.add_argument("-h", "--help", action=_Help, help="show this text; --help=WORD only options that hold WORD")
+
+    def add_config_option(self) -> None:
+        """Adds `--config FILE`, whose keys are the other options; what stands on the command line wins."""
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="YAML file with options, named as here without the dashes; the command line wins over it",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -34,9 +44,75 @@ class Parser(argparse.ArgumentParser):
             if flag is None:
                 raise ConfigError(f"unexpected argument {unknown[0]!r}")
             flag = flag.partition("=")[0]
-            near = difflib.get_close_matches(flag, _flags(getattr(namespace, "parser", self)), n=1)
+            near = difflib.get_close_matches(flag, _shown_flags(getattr(namespace, "parser", self)), n=1)
             raise ConfigError(f"unknown flag {flag}{f'; did you mean {near[0]}?' if near else ''}")
         return namespace
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in `argparse`, with the options of a --config file below those of the command line."""
+        words = _without_truth(list(sys.argv[1:] if args is None else args), self)
+        given = argparse.Namespace()
+        if any("--config" in action.option_strings for action in self._actions):
+            for path in _config_files(words):
+                from tpu_serve.cli.config_file import read_options
+
+                for name, value in vars(read_options(path, self)).items():
+                    setattr(given, name, value)
+        for action in self._actions:
+            if hasattr(given, action.dest):
+                # Without a default, what is missing afterwards is what the command line did not say.
+                action.required, action.default = False, argparse.SUPPRESS
+        namespace, unknown = super().parse_known_args(words, namespace)
+        _fill(namespace, given)
+        return namespace, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = action.choices
+        if choices is None or value in choices:
+            return
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(str(choice) for choice in choices)
+        if isinstance(action, argparse._SubParsersAction):
+            raise ConfigError(f"unknown command {value!r}; {guess}there are {known} (see {self.prog} --help)")
+        hint = getattr(action, "value_hints", {}).get(value)
+        said = f"{value}: {hint}" if hint else f"invalid choice: {value!r}; {guess}there are {known}"
+        raise argparse.ArgumentError(action, said)
+
+
+def _fill(namespace: argparse.Namespace, given: argparse.Namespace) -> None:
+    """Lays what a file says under what the command line says."""
+    for name, value in vars(given).items():
+        if name == "notes":
+            namespace.notes = [*value, *getattr(namespace, "notes", [])]
+        elif not hasattr(namespace, name) and not (name == "model" and hasattr(namespace, "positional_model")):
+            setattr(namespace, name, value)
+
+
+def _without_truth(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words with `--switch=true` and `--switch=false` as `--switch` and `--no-switch`."""
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    end = words.index("--") if "--" in words else len(words)
+    for place, word in enumerate(words[:end]):
+        flag, _, value = word.partition("=")
+        action = actions.get(flag)
+        if action is None or action.nargs != 0 or value.lower() not in ("true", "false"):
+            continue
+        opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        if value.lower() == "false" and opposite not in actions:
+            raise ConfigError(f"{flag} is a switch: leave it out to have it off.")
+        words[place] = flag if value.lower() == "true" else opposite
+    return words
+
+
+def _config_files(words: Sequence[str]) -> Iterator[str]:
+    for place, word in enumerate(words):
+        if word == "--":
+            return
+        if word.startswith("--config="):
+            yield word.partition("=")[2]
+        elif word == "--config" and place + 1 < len(words):
+            yield words[place + 1]
 
 
 def _normalised(arguments: Sequence[str]) -> list[str]:
@@ -52,8 +128,11 @@ def _normalised(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    return [flag for action in parser._actions for flag in action.option_strings]
+def _shown_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Flags that help text shows: one that is hidden is known for the sake of other programs' users."""
+    return [
+        flag for action in parser._actions if action.help is not argparse.SUPPRESS for flag in action.option_strings
+    ]
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -91,4 +170,6 @@ class _Help(argparse.Action):
 
 
 def _searched(action: argparse.Action) -> str:
+    if action.help is argparse.SUPPRESS:
+        return ""
     return " ".join([*action.option_strings, action.help or ""]).lower().replace("_", "-")

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tpu_serve.cli.options import add_engine_options, add_server_options, engine_config, server_config
+from tpu_serve.cli.options import (
+    add_engine_options,
+    add_others,
+    add_server_options,
+    engine_config,
+    log_notes,
+    server_config,
+)
 from tpu_serve.config import ConfigError
 
 
@@ -14,10 +21,12 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a model over HTTP",
+        usage="%(prog)s [MODEL] [OPTIONS]",
         description="Serves a model over HTTP with the OpenAI API. Flags may be spelled with - or _.",
     )
     add_engine_options(parser)
     add_server_options(parser)
+    add_others(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -32,6 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
                     f"--served-model-name took the folder {name} as a name, and no MODEL is left: write MODEL first, or --model {name}."
                 )
 
+    from tpu_serve.server.logs import configure_logging
     from tpu_serve.server.run import serve
 
+    configure_logging(server)
+    log_notes(arguments)
     return serve(server, engine)

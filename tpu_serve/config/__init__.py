@@ -15,6 +15,7 @@ from tpu_serve.config.engine import (
     engine_options,
 )
 from tpu_serve.config.moe import MoEOptions
+from tpu_serve.config.sampling import SamplingOptions
 from tpu_serve.config.server import ServerConfig
 from tpu_serve.option import ConfigError
 
@@ -27,6 +28,7 @@ __all__ = [
     "MoEOptions",
     "ModelOptions",
     "ParallelOptions",
+    "SamplingOptions",
     "SchedulerOptions",
     "ServerConfig",
     "engine_options",

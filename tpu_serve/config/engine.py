@@ -12,10 +12,13 @@ from typing import Any
 
 from tpu_serve.config.folders import user_cache
 from tpu_serve.config.moe import MoEOptions
+from tpu_serve.config.sampling import SamplingOptions
 from tpu_serve.option import ConfigError, check_at_least, check_choices, check_types, option
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded" / "tiny-chat"
 """The model that is used when none is named."""
+LONGEST_THAT_FITS = -1
+"""The `max_model_len` that --max-model-len auto stands for."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class ModelOptions:
     model: str = option(
         "", "a Hugging Face folder or hub id; the embedded model when left out", aliases=("--model-path",)
     )
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
+    tokenizer: str | None = option(
+        None, "folder or hub id of the tokenizer, when it is not the model's", aliases=("--tokenizer-path",)
+    )
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     load_format: str = option(
         "auto",
@@ -51,18 +56,27 @@ class ModelOptions:
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt plus answer in tokens (k and m suffixes allowed); the model's own limit when left out",
+        "longest prompt plus answer in tokens (k and m suffixes allowed), or 'auto' for as many as fit; the model's own limit when left out",
         aliases=("--context-length",),
     )
     hf_overrides: dict[str, Any] = option(
-        {}, "JSON object laid over config.json, for example to cut layers", metavar="JSON"
+        {},
+        "JSON object laid over config.json, for example to cut layers",
+        aliases=("--json-model-override-args",),
+        metavar="JSON",
     )
     seed: int = option(0, "seed of dummy weights and of requests that bring none", aliases=("--random-seed",))
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
-        check_at_least(self, 2, "max_model_len")
+        if self.max_model_len != LONGEST_THAT_FITS:
+            check_at_least(self, 2, "max_model_len")
+
+    @property
+    def given_max_model_len(self) -> int | None:
+        """The number that --max-model-len gives, None when it gives none."""
+        return None if self.max_model_len == LONGEST_THAT_FITS else self.max_model_len
 
     @property
     def source(self) -> str:
@@ -133,16 +147,29 @@ class SchedulerOptions:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "token budget of one step, the size of a prefill chunk; 256 on CPU and 2048 on TPU when left out",
+        "token budget of one step, the size of a prefill chunk (k and m suffixes allowed); 256 on CPU and 2048 on TPU when left out",
         aliases=("--chunked-prefill-size",),
     )
     max_num_queued_reqs: int | None = option(
         None, "most requests that may wait in the server; 16 times --max-num-seqs when left out"
     )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "most prompt tokens of requests that may wait in the server (k and m suffixes allowed); any number when left out",
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "order of waiting requests, and of those that lose their pages last: 'fcfs' is that of arrival, 'priority' that of the requests' "
+        "priority (lower ones first) and then of arrival",
+        choices=("fcfs", "priority"),
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs")
+        check_choices(self)
+        check_at_least(
+            self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -152,7 +179,7 @@ class ParallelOptions:
     tensor_parallel_size: int = option(
         1,
         "devices of this host that the model is split over; on CPU that many are simulated",
-        aliases=("-tp",),
+        aliases=("-tp", "--tp-size"),
         metavar="N",
     )
     enable_expert_parallel: bool = option(
@@ -186,6 +213,7 @@ class CompileOptions:
     token_buckets: tuple[int, ...] = option(
         (),
         "token counts that get a compiled program, the last one being the token budget; chosen when left out",
+        aliases=("--precompile-token-paddings",),
         metavar="N",
     )
     compile_cache_dir: str | None = option(
@@ -218,6 +246,7 @@ class EngineConfig:
     moe: MoEOptions = field(default_factory=MoEOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
 
@@ -253,6 +282,7 @@ _PARTS: Mapping[str, Any] = {
     "moe": MoEOptions,
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
+    "sampling": SamplingOptions,
     "parallel": ParallelOptions,
     "compile": CompileOptions,
 }
