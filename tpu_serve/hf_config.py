@@ -36,10 +36,12 @@ _SAMPLING_KEYS: Mapping[str, type] = {
     "repetition_penalty": float,
     "presence_penalty": float,
     "frequency_penalty": float,
+    "min_new_tokens": int,
 }
+_NAMES_OF_REQUESTS = {"min_new_tokens": "min_tokens"}
 _UNUSED_KEYS = (
-    "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "min_new_tokens", "no_repeat_ngram_size",
-    "num_beams", "penalty_alpha", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size",
+    "num_beams", "penalty_alpha", "sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff", "stop_strings",
 )  # fmt: skip
 """Of generation_config.json: what changes answers there and has no counterpart here."""
 LARGEST_SIZE = 2**24
@@ -232,7 +234,7 @@ class GenerationDefaults:
     """What the model's authors recommend for requests that do not say.
 
     Attributes:
-      sampling: only the keys that the file has; `do_sample: false` gives temperature 0.
+      sampling: only what the file has, by the names that requests use; `do_sample: false` gives temperature 0.
       eos_token_ids: ids that end an answer, besides those of `config.json`.
       suppressed_ids: ids that no answer may have.
       unused: keys that would change answers and are not honoured.
@@ -255,7 +257,9 @@ def read_generation_config(folder: Path) -> GenerationDefaults:
         return GenerationDefaults({}, frozenset())
     values = read_json(file)
     sampling = {
-        key: _typed(file, key, values[key], kind) for key, kind in _SAMPLING_KEYS.items() if values.get(key) is not None
+        _NAMES_OF_REQUESTS.get(key, key): _typed(file, key, values[key], kind)
+        for key, kind in _SAMPLING_KEYS.items()
+        if values.get(key) is not None
     }
     if values.get("do_sample") is False:
         sampling["temperature"] = 0.0

@@ -9,15 +9,36 @@ from typing import Any
 from tqdm import tqdm
 
 from tpu_serve.config import EngineConfig
+from tpu_serve.constraint.compiler import GrammarCompiler
+from tpu_serve.constraint.spec import GrammarSpec, Kind
 from tpu_serve.engine.build import build_engine
 from tpu_serve.engine.choice import Choice
-from tpu_serve.request import FinishReason, InvalidRequest, SamplingParams, TokenLogprobs, TokenOutput
+from tpu_serve.request import (
+    Constraint,
+    FinishReason,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from tpu_serve.text.chat_template import ChatTemplate
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Message = Mapping[str, Any]
 """A chat message: `{"role": …, "content": …}`."""
+Form = Mapping[str, Any]
+"""What an answer must look like, one of `{"json": schema}`, `{"json_object": True}`, `{"regex": pattern}`, `{"choice": [text, …]}`,
+`{"grammar": Lark or GBNF}` and `{"structural_tag": …}`."""
+_KINDS: Mapping[str, Kind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +48,10 @@ class ChoiceOutput:
     Attributes:
       text: cut at a stop string.
       token_ids: of the answer, a final end-of-sequence token included.
-      finish_reason: "stop", "length", or "error" when the model's output was not a number.
+      finish_reason: "stop", "length", or "error" when it could not be finished.
       stop_reason: the stop string or the stop token id that ended it; None for an end-of-sequence id.
       logprobs: one entry per token when asked for, else None.
+      error: what went wrong, when finish_reason is "error".
     """
 
     text: str
@@ -37,6 +59,7 @@ class ChoiceOutput:
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +71,14 @@ class RequestOutput:
       prompt_token_ids: what the model saw.
       outputs: one per choice.
       num_cached_tokens: prompt tokens taken from the prefix cache.
+      prompt_logprobs: an entry per prompt token, None for the first one; None when not asked for.
     """
 
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[ChoiceOutput, ...]
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LLM:
@@ -72,6 +97,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._template = ChatTemplate.load(self.tokenizer)
         self._num_requests = 0
+        self._grammars: GrammarCompiler | None = None
 
     def default_params(self, **values: Any) -> SamplingParams:
         """Sampling parameters over the model's own defaults (generation_config.json)."""
@@ -82,6 +108,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        structured_outputs: Form | Sequence[Form | None] | None = None,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Completes prompts, all of them in one continuous batch.
@@ -89,6 +117,8 @@ class LLM:
         Args:
           prompts: one prompt or several; a text or a list of token ids each.
           params: for all prompts, or one per prompt; the model's defaults when left out.
+          structured_outputs: what all answers must look like, or one form or None per prompt.
+          priority: one per prompt, lower ones go first; needs `scheduling_policy="priority"`.
           use_tqdm: show a progress bar.
 
         Returns:
@@ -99,13 +129,15 @@ class LLM:
         """
         batch: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in batch]
-        return self._run(batch, ids, self._spread(params, len(batch)), use_tqdm)
+        return self._run(batch, ids, params, structured_outputs, priority, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        structured_outputs: Form | Sequence[Form | None] | None = None,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
@@ -114,7 +146,7 @@ class LLM:
         Args:
           messages: a list of messages, or a list of such lists.
           params: for all conversations, or one per conversation; the model's defaults when left out.
-          use_tqdm: show a progress bar.
+          structured_outputs, priority, use_tqdm: as for `generate`.
           template_kwargs: handed to the chat template, for example `enable_thinking=False`.
 
         Raises:
@@ -125,31 +157,64 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts: list[Prompt] = [self._template.render(conversation, **template_kwargs) for conversation in conversations]
         ids = [self.tokenizer.encode(str(text), add_special_tokens=False) for text in texts]
-        return self._run(texts, ids, self._spread(params, len(texts)), use_tqdm)
+        return self._run(texts, ids, params, structured_outputs, priority, use_tqdm)
 
-    def _spread(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = self.default_params()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequest("params", f"{len(params)} sampling parameters for {count} prompts.")
-        return list(params)
+    def _constraint(self, form: Form | None) -> Constraint | None:
+        if form is None:
+            return None
+        if len(form) != 1 or (name := next(iter(form))) not in _KINDS:
+            raise InvalidRequest(
+                "structured_outputs", f"structured_outputs must have exactly one of {', '.join(_KINDS)}, got {[*form]}."
+            )
+        if self._grammars is None:
+            info = self.engine.info
+            self._grammars = GrammarCompiler(self.tokenizer, info.vocab_size, info.eos_token_ids)
+        return self._grammars.compile_now(GrammarSpec(_KINDS[name], form[name]), "structured_outputs")
+
+    def _requests(
+        self,
+        ids: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        forms: Form | Sequence[Form | None] | None,
+        priority: Sequence[int] | None,
+    ) -> list[list[Request]]:
+        """One list of choices per prompt."""
+        count = len(ids)
+        all_params = _spread("params", self.default_params() if params is None else params, count, SamplingParams)
+        all_forms = _spread("structured_outputs", forms, count, Mapping)
+        priorities = _spread("priority", 0 if priority is None else priority, count, int)
+        groups = []
+        for prompt_ids, one, form, order in zip(ids, all_params, all_forms, priorities, strict=True):
+            self._num_requests += 1
+            groups.append(
+                self.engine.intake.requests(
+                    f"offline-{self._num_requests}",
+                    prompt_ids,
+                    one,
+                    constraint=self._constraint(form),
+                    priority=order,
+                )
+            )
+        return groups
 
     def _run(
-        self, prompts: list[Prompt], ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        prompts: list[Prompt],
+        ids: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        forms: Form | Sequence[Form | None] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         core = self.engine.core
-        collectors: dict[str, _Collector] = {}
-        groups: list[list[_Collector]] = []
-        for prompt_ids, one in zip(ids, params, strict=True):
-            self._num_requests += 1
-            requests = self.engine.intake.requests(f"offline-{self._num_requests}", prompt_ids, one)
-            groups.append([_Collector(Choice(request, self.tokenizer)) for request in requests])
-        for collector in (collector for group in groups for collector in group):
-            collectors[collector.choice.request.id] = collector
-            core.add(collector.choice.request)
+        groups = [
+            [_Collector(Choice(request, self.tokenizer)) for request in requests]
+            for requests in self._requests(ids, params, forms, priority)
+        ]
+        collectors = {collector.choice.request.id: collector for group in groups for collector in group}
         try:
+            for collector in collectors.values():
+                core.add(collector.choice.request)
             with tqdm(total=len(collectors), unit="answer", disable=not use_tqdm) as bar:
                 while collectors or core.has_work:  # the last step launched is collected too
                     for output in core.step():
@@ -171,6 +236,7 @@ class LLM:
                 group[0].choice.request.prompt_token_ids,
                 tuple(collector.output() for collector in group),
                 group[0].choice.num_cached_tokens,
+                group[0].prompt_logprobs,
             )
             for prompt, group in zip(prompts, groups, strict=True)
         ]
@@ -185,6 +251,8 @@ class _Collector:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if choice.request.params.logprobs is None else []
         self._stop_reason: int | str | None = None
+        self._error: str | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def feed(self, output: TokenOutput) -> None:
         delta = self.choice.feed(output)
@@ -192,15 +260,31 @@ class _Collector:
         self._token_ids.extend(delta.token_ids)
         if self._logprobs is not None:
             self._logprobs.extend(delta.logprobs or ())
-        self._stop_reason = delta.stop_reason
+        self._stop_reason, self._error = delta.stop_reason, delta.error
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
 
     def output(self) -> ChoiceOutput:
         assert self.choice.finish_reason is not None
         logprobs = None if self._logprobs is None else tuple(self._logprobs)
         return ChoiceOutput(
-            "".join(self._text), tuple(self._token_ids), self.choice.finish_reason, self._stop_reason, logprobs
+            "".join(self._text),
+            tuple(self._token_ids),
+            self.choice.finish_reason,
+            self._stop_reason,
+            logprobs,
+            self._error,
         )
 
 
 def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and hasattr(prompts[0], "__index__"))
+
+
+def _spread(param: str, value: Any, count: int, kind: type) -> list[Any]:
+    """A value for each prompt: one for all, or as many as there are prompts."""
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if len(value) != count:
+        what = {"params": "sampling parameters", "priority": "priorities"}.get(param, param)
+        raise InvalidRequest(param, f"{len(value)} {what} for {count} prompts.")
+    return list(value)

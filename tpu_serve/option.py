@@ -26,7 +26,7 @@ def option(
 def check_choices(part: Any) -> None:
     for item in dataclasses.fields(part):
         choices = item.metadata.get("choices")
-        if choices and getattr(part, item.name) not in choices:
+        if choices and getattr(part, item.name) not in (*choices, item.default):
             raise ConfigError(
                 f"--{item.name.replace('_', '-')} must be one of {', '.join(choices)}, got {getattr(part, item.name)!r}."
             )

@@ -17,12 +17,16 @@ MAX_STOP_STRINGS = 16
 MAX_BIASES = 512
 """Most entries that the device adds to one row's logits: logit_bias, banned tokens and the stop tokens that min_tokens forbids."""
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
+"""Most tokens of all bad words together, each with and without a space in front."""
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token. The compiled step always has room for this many, so that asking changes no program."""
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5
 """A temperature under this value means greedy decoding."""
+NOT_A_NUMBER_ID, NOTHING_ALLOWED_ID = -1, -2
+"""What the device puts in place of a token: the logits hold a NaN, or every token was forbidden. Both end that request only."""
 
 
 class InvalidRequest(ValueError):
@@ -80,6 +84,7 @@ class SamplingParams:
       logprobs: number of most probable alternatives reported per token, 0 for only the sampled one, None for nothing.
         Log-probabilities are of the model's raw distribution, before temperature and filters.
       skip_special_tokens: leave special tokens out of the text.
+      detokenize: make text of the tokens; without it there is none, and no stop string.
       presence_penalty, frequency_penalty: in [-2, 2]; taken from the logits of tokens that were generated, once or once per occurrence.
       repetition_penalty: above 0; logits of tokens in the prompt or the answer are divided by it if positive, else multiplied.
       logit_bias: token ids and what is added to their logits before everything else, in [-100, 100]. A mapping is taken too.
@@ -102,6 +107,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -117,7 +123,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         object.__setattr__(self, "logit_bias", tuple(pairs))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check_integer("n", self.n, 1, MAX_CHOICES)
@@ -135,6 +142,8 @@ class SamplingParams:
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidRequest("stop", "stop must hold non-empty strings.")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop", "stop strings are found in the text, which detokenize = false leaves out.")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logprobs is not None:
@@ -225,9 +234,9 @@ class Request:
       choice: index of the choice, folded into the random stream.
       cache_salt: requests share cached prefixes only with requests of the same salt.
       arrival: seconds on the monotonic clock.
-      biases: what is added to logits, at most `MAX_BIASES` entries with different ids.
-      constraint: which tokens may be sampled.
-      priority: lower ones go first where the scheduler looks at it.
+      biases: what is added to logits, at most `MAX_BIASES` entries; those of one id add up, so minus infinity stays.
+      constraint: which tokens may be sampled; each sequence follows a copy of its own.
+      priority: lower ones go first, and are preempted last.
       forced_token_ids: a script for tests: these are "sampled" one after another, then an end-of-sequence id; logits are computed all the same.
       shown_token_ids: special tokens that are text although `params.skip_special_tokens`.
     """
@@ -289,7 +298,7 @@ class TokenOutput:
       num_cached_tokens: prompt tokens taken from the prefix cache.
       error: what went wrong, when finish_reason is ERROR.
       prompt_logprobs: with the first token, when asked for: an entry per prompt token, None for the first one.
-      timing: with the last output of a request.
+      timing: with the first token and with the last output of a request.
     """
 
     request_id: str

@@ -3,16 +3,14 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_reference import ROWS, VOCABULARY, kept_by_sorting
 
 from tpu_serve.device.batch import SamplingRows
+from tpu_serve.layers.logit_edits import restrict
 from tpu_serve.layers.sampler import _filter, sample
-
-VOCABULARY, ROWS = 37, 5
 
 
 def rows(**values):
@@ -26,43 +24,33 @@ def rows(**values):
         "seed_high": 2,
         "choice": 0,
         "output_position": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "is_biased": 0,
+        "forced_id": -1,
     }
-    floats = ("temperature", "top_p", "min_p")
+    floats = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     arrays = {
-        name: jnp.broadcast_to(jnp.asarray(value, jnp.float32 if name in floats else jnp.int32), ROWS)
+        name: np.broadcast_to(np.asarray(value, np.float32 if name in floats else np.int32), ROWS)
         for name, value in (base | values).items()
         if not name.startswith("any_")
     }
-    flags = {name: jnp.int32(values.get(name, 1)) for name in ("any_random", "any_filter", "any_logprobs")}
+    flags = {name: np.int32(values.get(name, 1)) for name in SamplingRows.__dataclass_fields__ if name[:4] == "any_"}
     return SamplingRows(**arrays, **flags)
 
 
-run = jax.jit(sample, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def run(logits, rows, num_valid, suppressed=()):
+    return sample(logits, restrict(logits, num_valid, suppressed), rows)
+
+
 run_filter = jax.jit(_filter)
 
 
 @functools.cache
 def some_logits(seed=0):
     return np.random.default_rng(seed).normal(0, 3, (ROWS, VOCABULARY)).astype(np.float32)
-
-
-def kept_by_sorting(logits, temperature, min_p, top_k, top_p):
-    """Which tokens one row may sample, by definition: sort, cut, sum."""
-    scaled = logits.astype(np.float64) / temperature
-    probabilities = np.exp(scaled - scaled.max())
-    probabilities /= probabilities.sum()
-    kept = probabilities >= min_p * probabilities.max()
-    if top_k > 0:
-        kept &= probabilities >= np.sort(probabilities)[::-1][min(top_k, len(logits)) - 1]
-    if top_p == 1:
-        return kept
-    left = np.where(kept, probabilities, 0)
-    order = np.argsort(-left)
-    mass = np.cumsum(left[order]) / left.sum()
-    count = int(np.searchsorted(mass, top_p - 1e-6)) + 1  # the smallest set that reaches top_p
-    nucleus = np.zeros(len(logits), bool)
-    nucleus[order[:count]] = True
-    return kept & nucleus
 
 
 @settings(max_examples=60, deadline=None)
@@ -155,18 +143,3 @@ def test_noise_depends_on_seed_choice_and_position_only():
     for other in ({"seed_low": 3}, {"seed_high": 3}, {"choice": 1}):
         assert (draw(**other) != base).any(), other
     assert len(set(base[:, 0].tolist())) > 1, "the position must matter"
-
-
-@pytest.mark.parametrize("any_logprobs", [0, 1])
-def test_logprobs_are_of_the_raw_distribution(any_logprobs):
-    logits = some_logits()
-    sampled = run(logits, rows(temperature=2.0, top_k=1, any_logprobs=any_logprobs), VOCABULARY)
-    if not any_logprobs:
-        assert not np.any(sampled.logprobs)
-        return
-    wide = logits.astype(np.float64)
-    raw = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    order = np.argsort(-raw, axis=1)[:, :20]
-    np.testing.assert_allclose(sampled.logprobs, raw[np.arange(ROWS), np.asarray(sampled.token_ids)], atol=1e-5)
-    np.testing.assert_array_equal(sampled.top_ids, order)
-    np.testing.assert_allclose(sampled.top_logprobs, np.take_along_axis(raw, order, axis=1), atol=1e-5)

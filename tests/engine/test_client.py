@@ -1,10 +1,12 @@
 """The step loop and its thread, over a scripted model."""
 
+import dataclasses
 import threading
 import time
 
 import pytest
 from fakes import END, FakeRunner, fake_engine, letters, saying
+from watcher import Watcher
 
 from tpu_serve.engine.client import EngineClient, EngineDead
 from tpu_serve.request import FinishReason, Request, SamplingParams
@@ -80,6 +82,34 @@ def test_the_next_step_is_launched_before_the_previous_one_is_collected():
     assert core.num_steps == 3
 
 
+def test_a_sequence_that_needs_its_last_token_runs_at_full_speed():
+    """The previous step is committed first, rather than passing the sequence over in every other step."""
+    events, watcher = [], Watcher(True)
+
+    class Spy(FakeRunner):
+        def launch(self, output):
+            known = [item.sequence.tokens[3:] for item in output.scheduled]
+            events.append(f"launch {[len(tokens) for tokens in known]}")
+            return super().launch(output)
+
+        def collect(self, ticket):
+            events.append("collect")
+            return super().collect(ticket)
+
+    core = fake_engine(runner=Spy()).core
+    core.add(dataclasses.replace(request("a", max_tokens=3), constraint=watcher))
+    core.add(request("b", prompt=b"bcd", max_tokens=6))
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    assert events[:6] == ["launch [0, 0]", "collect", "launch [1, 1]", "collect", "launch [2, 2]", "launch [2]"]
+    assert events[6:] == ["collect", "launch [3]", "collect", "launch [4]", "collect", "collect"]
+    assert core.num_steps == 6
+    for name, prompt, count in (("a", b"abc", 3), ("b", b"bcd", 6)):
+        tokens = [token for output in outputs if output.request_id == name for token in output.token_ids]
+        assert tokens == [letters(request(name, prompt=prompt), i) for i in range(count)]
+
+
 def test_a_request_ends_with_its_tokens(start):
     client, outbox = start(FakeRunner(saying("hi")))
     client.submit(request("a", max_tokens=9))
@@ -148,6 +178,59 @@ def test_a_failing_step_ends_everything_with_an_error(start, caplog):
         time.sleep(0.01)
     assert outbox.failures == ["the engine failed: RuntimeError"]
     assert "secret detail" in caplog.text, "the log has the whole story"
+
+
+def test_the_prefix_cache_is_forgotten_between_two_steps(start):
+    client, outbox = start(FakeRunner(seconds=0.002))
+    assert client.reset_prefix_cache().result(5)
+    client.submit(request("a", prompt=b"x" * 64, max_tokens=2))
+    outbox.end_of("a")
+    client.submit(request("b", prompt=b"x" * 64, max_tokens=100))
+    outbox.wait_for(lambda box: box.tokens("b"))
+    assert outbox.outputs["b"][0].num_cached_tokens == 56
+    assert not client.reset_prefix_cache().result(5), "b holds some"
+    client.abort("b")
+    outbox.wait_for(lambda box: not client.num_running)
+    assert client.reset_prefix_cache().result(5)
+    client.submit(request("c", prompt=b"x" * 64, max_tokens=1))
+    assert outbox.end_of("c").num_cached_tokens == 0
+
+
+def test_nobody_waits_for_an_engine_that_is_gone(start):
+    runner = FakeRunner()
+    client, outbox = start(runner)
+    runner.hangs.set()
+    client.submit(request("a"))
+    outbox.wait_for(lambda box: client.num_running)
+    waiting = client.reset_prefix_cache()
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    runner.hangs.clear()
+    closing.join()
+    with pytest.raises(EngineDead, match="closed"):
+        waiting.result(5)
+    with pytest.raises(EngineDead, match="closed"):
+        client.reset_prefix_cache()
+
+
+def test_a_request_that_breaks_the_engine_takes_those_behind_it_along(start):
+    """A defect while requests are taken in: everybody hears of it, the ones not looked at yet too."""
+
+    class Broken(Watcher):
+        def copy(self):
+            raise KeyError("a defect")
+
+    runner = FakeRunner()
+    client, outbox = start(runner)
+    runner.hangs.set()
+    client.submit(request("a"))
+    outbox.wait_for(lambda box: client.num_running)
+    client.submit(dataclasses.replace(request("b"), constraint=Broken(True)))
+    client.submit(request("c"))
+    assert (client.num_waiting, client.num_waiting_tokens) == (2, 6)
+    runner.hangs.clear()
+    for name in "abc":
+        assert outbox.end_of(name).finish_reason is FinishReason.ERROR
 
 
 def test_close_ends_what_is_left(start):

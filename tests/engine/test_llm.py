@@ -9,7 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from docs_blocks import blocks
 
+import tpu_serve
 from tpu_serve import LLM, ConfigError, InvalidRequest, SamplingParams
 from tpu_serve.config import EngineConfig
 from tpu_serve.engine import build
@@ -47,6 +49,15 @@ def test_no_plan_is_made_inside_a_step(llm, monkeypatch):
     monkeypatch.setattr(planner, "plan_layer", no_more)
     (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_the_offline_examples_of_the_documentation(llm, monkeypatch, capsys):
+    monkeypatch.setattr(tpu_serve, "LLM", lambda: llm)
+    examples = [block for block in blocks() if block.language == "python" and not block.needs_server]
+    for block in examples:
+        exec(compile(block.text, block.page.name, "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+    assert idle(llm)
 
 
 def test_several_conversations_and_template_arguments(llm):

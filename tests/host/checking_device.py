@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from tpu_serve.request import FinishReason, Request
+from tpu_serve.request import FinishReason, Request, TokenLogprobs
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import SampledToken
 
@@ -25,6 +25,7 @@ class Alone:
     tokens: list[int]
     reason: FinishReason
     stop_token_id: int | None
+    ended_by_token: bool = False
     num_computed: int = 0
     num_wasted: int = 0
     received: int = 0
@@ -34,18 +35,31 @@ class Alone:
     def of(cls, request: Request, arrival: int, max_model_len: int) -> Alone:
         tokens, params = list(request.prompt_token_ids), request.params
         limit = min(len(tokens) + params.max_tokens, max_model_len)
+        watcher = request.constraint
         while True:
             tokens.append(next_token(tokens))
+            count = len(tokens) - len(request.prompt_token_ids)
             if tokens[-1] in request.eos_token_ids and not params.ignore_eos:
-                return cls(request, arrival, tokens, FinishReason.STOP, None)
+                return cls(request, arrival, tokens, FinishReason.STOP, None, True)
             if tokens[-1] in params.stop_token_ids:
-                return cls(request, arrival, tokens, FinishReason.STOP, tokens[-1])
+                return cls(request, arrival, tokens, FinishReason.STOP, tokens[-1], True)
+            if watcher is not None and count == watcher.fails:
+                return cls(request, arrival, tokens, FinishReason.ERROR, None)
+            if watcher is not None and count == watcher.finishes:
+                return cls(request, arrival, tokens, FinishReason.STOP, None)
             if len(tokens) == limit:
                 return cls(request, arrival, tokens, FinishReason.LENGTH, None)
 
     def token(self, position: int) -> int:
         """The token of a position, the one past the end included: a row launched before the end was known computes it."""
         return self.tokens[position]
+
+    def prompt_logprobs(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens at positions `start + 1` up to `end`, when asked for."""
+        if self.request.params.prompt_logprobs is None:
+            return ()
+        last = min(end + 1, len(self.request.prompt_token_ids))
+        return tuple(TokenLogprobs(self.tokens[position], -float(position)) for position in range(start + 1, last))
 
 
 @dataclass
@@ -100,9 +114,12 @@ class CheckingDevice:
             self.carry_states(rows)
         results: list[SampledToken | None] = []
         for row in rows:
-            results.append(SampledToken(next_token(row.alone.tokens[: row.end])) if row.samples else None)
-            if row.samples:
-                self.last[row.slot] = results[-1].token_id
+            prompt_logprobs = row.alone.prompt_logprobs(row.start, row.end)
+            token = next_token(row.alone.tokens[: row.end]) if row.samples else None
+            is_empty = token is None and not prompt_logprobs
+            results.append(None if is_empty else SampledToken(token, prompt_logprobs=prompt_logprobs))
+            if token is not None:
+                self.last[row.slot] = token
         return results
 
     def cell(self, row: Row, pool: int, position: int) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tpu_serve.request import Request, SamplingParams, TokenOutput
+from tpu_serve.request import Constraint, Request, SamplingParams, TokenOutput
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
@@ -35,12 +35,25 @@ def add(
     stop: int = STOP,
     ignore_eos: bool = False,
     salt: str = "",
+    priority: int = 0,
+    constraint: Constraint | None = None,
+    prompt_logprobs: int | None = None,
 ) -> None:
     """A prompt given as a number has so many tokens, like those of no request with another initial."""
     tokens = [1000 * ord(name[0]) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(stop,), ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=(stop,), ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs
+    )
     scheduler.add(
-        Request(id=name, prompt_token_ids=tuple(tokens), params=params, eos_token_ids=frozenset({EOS}), cache_salt=salt)
+        Request(
+            id=name,
+            prompt_token_ids=tuple(tokens),
+            params=params,
+            eos_token_ids=frozenset({EOS}),
+            cache_salt=salt,
+            priority=priority,
+            constraint=constraint,
+        )
     )
 
 

@@ -145,6 +145,15 @@ def test_steps_may_run_ahead_while_a_budget_does_not_follow(seed: int) -> None:
         constraint.accept(generator.choice(sorted(allowed(constraint) & {1, 5, 6, 7})))
 
 
+def test_a_budget_follows_until_its_end_is_complete() -> None:
+    constraint = ThinkingBudget(0, tuple(range(10)), True, vocab_size=SIZE)
+    for token_id in range(10):
+        assert constraint.follows, "the mask changes with every token"
+        assert allowed(constraint) == {token_id}
+        constraint.accept(token_id)
+    assert not constraint.follows
+
+
 def test_both_together() -> None:
     constraint = combine(
         AfterReasoning(AllowedIds([1], SIZE), (5, 6), vocab_size=SIZE, eos_token_ids=[EOS]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from constraint_walks import Model
 
 from tpu_serve.constraint.compiler import GrammarSpec
+from tpu_serve.constraint.source import lark_of
+from tpu_serve.request import InvalidRequest
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,32 @@ def test_structural_tags(model: Model, value: dict[str, Any], good: list[str], b
     for text in bad:
         assert 0 <= model.taken(spec, text) < len(text), text
     assert model.taken(GrammarSpec("structural_tag", json.dumps(value)), good[0]) == -1
+
+
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"format": {"type": ["x"]}}, "format.type"),
+        ({"format": {"type": {}}}, "format.type"),
+        ({"format": {"type": "any_text", "excludes": ["x"]}}, "format.excludes"),
+        ({"format": {**TAG, "content": {"type": "any_text", "excludes": ["x"]}}}, "format.content.excludes"),
+        ({"format": {**TAG, "x": 1}}, "format.x"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [{**TAG, "x": 1}]}}, "format.tags[0].x"),
+        ({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}, "format.style"),
+        ({**STRUCTURES, "x": 1}, "structural_tag.x"),
+        ({"structures": [{**STRUCTURES["structures"][0], "x": 1}], "triggers": ["<"]}, "structures[0].x"),
+    ],
+)
+def test_what_nobody_would_heed_is_refused(value: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(place)):
+        lark_of(GrammarSpec("structural_tag", value), "p")
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    content = {"type": "json_schema", "json_schema": {}, "style": "json"}
+    tags = [{**TAG, "content": content, "x": None}]
+    value = {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "excludes": [], "stop_after_first": False}
+    lark_of(GrammarSpec("structural_tag", {"type": "structural_tag", "format": value}), "p")

@@ -255,6 +255,19 @@ def test_schemas_that_nest_too_deeply(models: dict[str, Model], name: str) -> No
         forced_calls(name, [tool], models[name].tokenizer, parallel=False)
 
 
+def test_schemas_that_are_none(models: dict[str, Model]) -> None:
+    chain = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
+    for name in FORMATS:
+        for parameters in ({"required": "ab"}, {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": chain}):
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+            try:
+                forced_calls(name, [tool], models[name].tokenizer, parallel=False)
+            except InvalidRequest as error:
+                assert error.message == "The parameters of a tool are not a JSON schema."
+            else:
+                assert "required" not in parameters
+
+
 def test_keys_that_are_required_and_not_described(models: dict[str, Model]) -> None:
     for name in ("qwen3_coder", "gemma4"):
         tool = {"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}

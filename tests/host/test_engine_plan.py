@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.config.engine import LONGEST_THAT_FITS
 from tpu_serve.device.chip import GIB, TPU_CHIPS, Chip
 from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.engine.plan import make_plan
@@ -13,8 +14,8 @@ CPU = Chip("cpu", 16 * GIB, page_size=16, max_num_seqs=64, max_num_batched_token
 LAYOUT = CacheLayout.uniform(num_layers=4, num_kv_heads=2, head_dim=32, dtype=jnp.bfloat16)  # 1 KiB a token
 
 
-def plan(chip=CPU, model_max_len=2048, param_bytes=GIB, layout=LAYOUT, **options):
-    return make_plan(EngineConfig.from_options(**options), model_max_len, param_bytes, layout, chip)
+def plan(chip=CPU, model_max_len=2048, vocab_size=1000, param_bytes=GIB, layout=LAYOUT, **options):
+    return make_plan(EngineConfig.from_options(**options), model_max_len, vocab_size, param_bytes, layout, chip)
 
 
 def test_defaults_follow_the_chip():
@@ -38,10 +39,31 @@ def test_memory_for_the_cache():
     assert plan(kv_cache_memory_bytes=300 * page).num_pages[0] == 300
     assert plan(num_pages=200).num_pages[0] == 200
     big = CacheLayout.uniform(48, 4, 128, jnp.bfloat16)
-    made = plan(TPU_CHIPS["v6e"], 40960, 20 * GIB, big)
-    assert made.num_pages[0] == int(32 * GIB * 0.9 - 20 * GIB) // big.page_bytes(128)
-    made = plan(CPU, 40960, GIB, big)
+    made = plan(TPU_CHIPS["v6e"], 40960, 150_000, 20 * GIB, big)
+    of_sampler = 256 * (150_000 * 2 + 512 * 12)  # two slots for each of 128 sequences
+    assert made.sampler_bytes == of_sampler
+    assert made.num_pages[0] == int(32 * GIB * 0.9 - 20 * GIB - of_sampler) // big.page_bytes(128)
+    made = plan(CPU, 40960, 1000, GIB, big)
     assert made.num_pages[0] == 4 * GIB // big.page_bytes(16), "a quarter of a CPU host's memory at most"
+
+
+def test_the_longest_sequences_that_fit():
+    auto = {"max_model_len": LONGEST_THAT_FITS}
+    assert plan(**auto) == plan()
+    for num_pages in (2, 3, 50, 128, 129):
+        made = plan(num_pages=num_pages, **auto)
+        assert made.max_model_len == min(2048, (num_pages - 1) * 16)
+        assert made == plan(num_pages=num_pages, max_model_len=made.max_model_len)
+        if made.max_model_len < 2048:
+            with pytest.raises(ConfigError, match="One sequence of --max-model-len"):
+                plan(num_pages=num_pages, max_model_len=made.max_model_len + 1)
+    assert plan(model_max_len=2000, **auto).max_model_len == 2000
+    page = LAYOUT.page_bytes(16)
+    assert plan(kv_cache_memory_bytes=100 * page, **auto).max_model_len == 99 * 16
+    with pytest.raises(ConfigError, match="One sequence of --max-model-len 16 tokens"):
+        plan(kv_cache_memory_bytes=page, **auto)
+    with pytest.raises(ConfigError, match="The weights need"):
+        plan(param_bytes=17 * GIB, **auto)
 
 
 def test_one_limit_given_moves_the_other_ones_default():

@@ -3,15 +3,16 @@
 import jax
 import numpy as np
 
-from tpu_serve.request import Request, SamplingParams
-from tpu_serve.runner.pack import PackLayout, pack
+from tpu_serve.request import Bias, Request, SamplingParams
+from tpu_serve.runner.pack import MOST_REPETITION, PackLayout, pack, pack_masks
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import Scheduled
 
 LAYOUT = PackLayout(num_tokens=16, num_rows=4, max_pages=8, page_size=4, num_slots=10)
+UNPACK = jax.jit(LAYOUT.unpack)
 
 
-def scheduled(start, length, tokens, pages, slot, samples=True, num_prompt=None, **values):
+def scheduled(start, length, tokens, pages, slot, samples=True, num_prompt=None, request=None, **values):
     """A row whose sequence knows `tokens`; further ones are in flight."""
     num_prompt = len(tokens) if num_prompt is None else num_prompt
     request = Request(
@@ -20,6 +21,7 @@ def scheduled(start, length, tokens, pages, slot, samples=True, num_prompt=None,
         params=SamplingParams(max_tokens=9, **values),
         seed=-2,
         choice=3,
+        **(request or {}),
     )
     sequence = Sequence(request, 99)
     sequence.tokens, sequence.pages, sequence.slot = list(tokens), [list(pages)], slot
@@ -30,7 +32,7 @@ def read(*rows):
     flat = pack(rows, LAYOUT)
     assert flat.dtype == np.int32
     assert flat.shape == (LAYOUT.size,)
-    return jax.tree.map(np.asarray, jax.jit(LAYOUT.unpack)(flat))
+    return jax.tree.map(np.asarray, UNPACK(flat))
 
 
 def test_decode_in_flight_and_chunks():
@@ -74,6 +76,67 @@ def test_decode_in_flight_and_chunks():
     assert sampling.seed_high.tolist() == [0, -1, 0, 0]
     assert sampling.output_position.tolist() == [2, 1, 0, 0]
     assert (sampling.any_random, sampling.any_filter, sampling.any_logprobs) == (1, 1, 1)
+    assert (sampling.any_biases, sampling.any_masks, sampling.any_penalties, batch.any_prompt_logprobs) == (0, 0, 0, 0)
+    assert sampling.repetition_penalty.tolist() == [1] * 4
+    assert sampling.forced_id.tolist() == [-1] * 4
+    assert batch.prompt_targets.tolist() == [-1] * 16
+
+
+class Mask:
+    """Allows ids 0 and 33 of 40."""
+
+    follows, is_finished, mask = False, False, bytes([1, 0, 0, 0, 2, 0, 0, 0])
+
+    def copy(self):
+        return self
+
+
+def test_what_rows_change_about_their_logits():
+    penalised = scheduled(
+        0, 2, [1, 2], [1], 0, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1e-300
+    )
+    biased = scheduled(1, 1, [1, 2], [1], 3, request={"biases": (Bias(7, 1.0),), "forced_token_ids": (9,)})
+    masked = scheduled(1, 1, [1, 2], [1], 5, request={"constraint": Mask()}, repetition_penalty=2.0)
+    batch = read(biased, masked, penalised)
+    sampling = batch.sampling
+    assert (sampling.any_biases, sampling.any_masks, sampling.any_penalties) == (1, 1, 1)
+    assert sampling.is_biased.tolist() == [1, 0, 0, 0]
+    assert sampling.forced_id.tolist() == [9, -1, -1, -1]
+    assert sampling.presence_penalty.tolist() == [0, 0, 0.5, 0]
+    assert sampling.frequency_penalty.tolist() == [0, 0, -0.25, 0]
+    np.testing.assert_allclose(sampling.repetition_penalty, [1, 2, 1 / MOST_REPETITION, 1], rtol=1e-6)
+    rows = (biased, masked, penalised)
+    words = pack_masks(rows, 4, 40)
+    assert words.dtype == np.uint32
+    assert words.tolist() == [[2**32 - 1] * 2, [1, 2], [2**32 - 1] * 2, [2**32 - 1] * 2]
+    assert pack_masks((biased, penalised), 4, 40) is None
+
+
+def test_rows_that_sample_nothing_change_nothing():
+    row = scheduled(0, 1, [1, 2], [1], 5, samples=False, request={"constraint": Mask(), "forced_token_ids": (3,)})
+    sampling = read(row).sampling
+    assert (sampling.any_masks, sampling.forced_id.tolist()) == (0, [-1] * 4)
+    assert pack_masks((row,), 4, 40) is None
+
+
+def test_a_script_ends_with_the_smallest_end():
+    def at(position, **request):
+        row = scheduled(position + 1, 1, [1] * (position + 2), [1, 2], 0, num_prompt=2, request=request)
+        return read(row).sampling.forced_id[0]
+
+    assert [at(place, forced_token_ids=(4, 6), eos_token_ids=frozenset({9, 8})) for place in range(4)] == [4, 6, 8, 8]
+    assert at(2, forced_token_ids=(4, 6)) == -1
+
+
+def test_the_next_tokens_of_a_prompt_are_what_is_reported():
+    chunk = scheduled(2, 4, [10, 11, 12, 13, 14, 15, 16], [1, 2], 0, samples=False, prompt_logprobs=0)
+    end = scheduled(5, 2, [20, 21, 22, 23, 24, 25, 26], [3, 4], 1, prompt_logprobs=3)
+    single = scheduled(0, 1, [30, 31], [5], 2, samples=False, prompt_logprobs=1)
+    answer = scheduled(3, 2, [40, 41, 42, 43, 44], [6, 7], 3, num_prompt=4, prompt_logprobs=1)
+    batch = read(single, chunk, end, answer)
+    assert batch.any_prompt_logprobs == 1
+    assert batch.prompt_targets.tolist() == [31, 13, 14, 15, 16, 26, -1, -1, -1] + [-1] * 7
+    assert read(answer).any_prompt_logprobs == 0
 
 
 def test_flags_ask_only_for_work_that_is_needed():

@@ -90,10 +90,9 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        done = self.pool.reset()
-        assert done == (not self.held())
-        if done:
-            self.known.clear()
+        held = self.held()
+        assert self.pool.reset() == (not held)
+        self.known = {digest: page for digest, page in self.known.items() if page in held}
 
     @invariant()
     def agrees(self) -> None:

@@ -135,6 +135,38 @@ def test_an_answer_goes_on_where_the_prompt_ends(reasoning: str, prompt: str, te
     assert Parsed.of(events_of(new_parser(reasoning, calls, prompt), list(text))) == expected
 
 
+def test_a_forced_call_is_read_whatever_the_prompt_has_written():
+    text = '[{"name": "f", "parameters": {"a": 1}}]'
+    for prompt in ("<|im_start|>assistant\n<think>", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "[/INST] Sure"):
+        parser = Formats().parser(tools=TOOLS, reads_calls=True, is_plain=True, prompt=prompt)
+        assert Parsed.of(events_of(parser, [text])) == Parsed(calls=[("f", '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, '{"x": 1}', '{"x":1}'),
+        ({"allOf": [{"$ref": "#/$defs/point"}]}, '{"x": 1}', '{"x":1}'),
+        ({"oneOf": [{"$ref": "#/$defs/nothing"}, 5]}, "5", '"5"'),
+        ({"type": 5}, "5", '"5"'),
+        ({"type": {"a": 1}}, "5", '"5"'),
+        ({"type": ["integer", 3, None]}, "5", "5"),
+        ({"anyOf": 5, "enum": 5}, "5", '"5"'),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "array"}, "[1, -1e999]", "[1, -1e999]"),
+        (True, "5", '"5"'),
+    ],
+)
+def test_values_of_any_schema(schema: object, value: str, expected: str):
+    """Schemas are what requests bring: nothing has checked them."""
+    defs = {"point": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": defs}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = Formats.choose(calls="qwen3_coder").parser(tools=tools, reads_calls=True)
+    text = f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>"
+    assert Parsed.of(events_of(parser, [text])).calls == [("f", f'{{"a":{expected}}}')]
+
+
 def test_long_answers_are_read_in_time_that_grows_with_their_length():
     """Many characters in small pieces; anything quadratic would take minutes."""
     long = "x" * 40_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tpu_serve.option import ConfigError
@@ -60,3 +62,22 @@ def test_markers_are_those_of_what_is_read():
     assert formats.markers(reads_calls=False) == {"<|channel>", "<channel|>"}
     assert formats.markers(reads_calls=True) >= {"<|tool_call>", '<|"|>'}
     assert Formats().markers(reads_calls=True) == frozenset()
+
+
+@pytest.mark.parametrize("length", [0, 100, 4080, 4096, 10_000])
+def test_what_a_prompt_has_written_of_the_answer(length: int):
+    formats = Formats.choose(reasoning="qwen3")
+    words = "a" * length
+    assert formats.prompt_end(f"<|im_start|>user\n{words}<|im_start|>assistant\n<think>") == "<think>"
+    assert formats.prompt_end(f"<|im_start|>user\n<|im_start|>assistant\n{words} b") == f"{words} b"
+    assert formats.prompt_end(f"{words}<think>") == "<think>"
+    assert formats.prompt_end(words) == ""
+
+
+def test_a_long_prompt_is_not_searched_for_every_choice():
+    formats = Formats.choose(reasoning="qwen3")
+    prompt = "<|im_start|>user\n" + "words [ < " * 200_000 + "<|im_end|>\n<|im_start|>assistant\n"
+    start = time.perf_counter()
+    for _ in range(256):
+        formats.parser(prompt=prompt)
+    assert time.perf_counter() - start < 2, "it takes ten times as long when all of it is searched"

@@ -8,6 +8,7 @@ from checking_device import Alone, CheckingDevice, Row
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from watcher import Watcher
 
 from tpu_serve.request import FinishReason, Request, SamplingParams, TokenOutput
 from tpu_serve.scheduler.cache import Cache
@@ -81,6 +82,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (), (1,), (0, 3)]),
         ignore_eos=st.booleans(),
         salt=st.sampled_from(["", "", "", "other"]),
+        priority=st.sampled_from([0, 0, 0, -1, 3]),
+        watcher=st.sampled_from(
+            [None, None, Watcher(False), Watcher(True), Watcher(True, 3), Watcher(False, 4), Watcher(True, 0, 3)]
+        ),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
         self,
@@ -91,14 +97,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         ignore_eos: bool,
         salt: str,
+        priority: int,
+        watcher: Watcher | None,
+        prompt_logprobs: int | None,
     ) -> None:
         for _ in range(copies):
             request = Request(
                 id=f"r{self.num_added}",
                 prompt_token_ids=tuple(prompt[: self.max_model_len - 1]),
-                params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos),
+                params=SamplingParams(
+                    max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs
+                ),
                 eos_token_ids=eos,
                 cache_salt=salt,
+                priority=priority,
+                constraint=watcher,
             )
             self.scheduler.add(request)
             self.alone[request.id] = self.unfinished[request.id] = Alone.of(request, self.num_added, self.max_model_len)
@@ -128,10 +141,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unfinished)
     @rule(times=st.integers(1, 12))
     def run_pipelined(self, times: int) -> None:
-        """As the engine does: plan and launch the next step, then commit the one before."""
+        """As the engine does: plan and launch the next step, then commit the one before, unless that must be known first."""
         for _ in range(times):
             if not self.unfinished and not self.launched:
                 break
+            if self.launched and self.scheduler.needs_last_tokens:
+                self.commit()
+                if not self.launched:
+                    assert not self.scheduler.needs_last_tokens
             output = self.schedule() if len(self.launched) < MAX_LAUNCHED else None
             if output is not None:
                 rows = self.check_rows(output)
@@ -154,28 +171,37 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self) -> SchedulerOutput | None:
         scheduler = self.scheduler
-        running, order = list(scheduler.running), [*scheduler.running, *scheduler.waiting]
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
         num_pages = {sequence: len(sequence.pages[0]) for sequence in running}
+        held = {sequence for sequence in running if sequence.needs_last_token}
         output = scheduler.schedule()
-        assert [*scheduler.running, *scheduler.waiting] == order, "somebody overtook somebody"
-        assert scheduler.running[:1] == running[:1] or not running, "the oldest was preempted"
+        assert scheduler.running[:1] == running[:1] or not running or not (output and output.preempted)
         if output is None:
             assert self.launched or not scheduler.has_work, "nothing runs and nothing will ever run"
             return None
-        preempted = running[len(scheduler.running) :]
-        assert list(output.preempted) == preempted[::-1]
-        self.check_waiting_for_pages(running, num_pages, output)
+        preempted, admitted = list(output.preempted), [one for one in scheduler.running if one not in num_pages]
+        assert not preempted or not admitted
+        assert preempted[::-1] == running[len(running) - len(preempted) :], "not the last in order were preempted"
+        assert admitted == waiting[: len(admitted)], "somebody overtook somebody"
+        self.check_waiting_for_pages(running, num_pages, held, output)
         return output
 
     def check_waiting_for_pages(
-        self, running: list[Sequence], num_pages: dict[Sequence, int], output: SchedulerOutput
+        self,
+        running: list[Sequence],
+        num_pages: dict[Sequence, int],
+        held: set[Sequence],
+        output: SchedulerOutput,
     ) -> None:
         """While budget is left, only pages hold a sequence back; then no younger one may get any."""
         if output.num_tokens == self.budget:
             return
         scheduled = {item.sequence for item in output.scheduled}
         held_back = False
-        for sequence in [*running, *self.scheduler.running[len(running) :]]:
+        for sequence in [*running, *(one for one in self.scheduler.running if one not in num_pages)]:
+            if sequence in held:
+                assert sequence not in scheduled
+                continue
             if sequence in scheduled:
                 assert not held_back or len(sequence.pages[0] if sequence.pages else ()) == num_pages.get(sequence, 0)
                 continue
@@ -205,8 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert rows
         assert len({row.sequence for row in rows}) == len(rows) <= self.max_num_seqs
         assert sum(row.end - row.start for row in rows) == output.num_tokens <= self.budget
-        order = [(row.end - row.start > 1, row.alone.arrival) for row in rows]
-        assert order == sorted(order), "single tokens first, each group in order of arrival"
+        order = [(item.length > 1, item.is_first, item.sequence.order) for item in output.scheduled]
+        assert order == sorted(order), "single tokens first, then those that ran before, each group in order"
         launched = [row for _, earlier, _ in self.launched for row in earlier]
         self.check_slots([*launched, *rows])
         for pool, window in enumerate(self.windows):
@@ -225,8 +251,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if alone.num_cached is None:
             alone.num_cached = row.start
             assert row.start < len(request.prompt_token_ids)
+            assert row.start == 0 or request.params.prompt_logprobs is None
         alone.num_computed = row.end
         assert row.samples == (row.end == row.sequence.num_tokens - row.samples)
+        watcher = row.sequence.constraint
+        if watcher is not None:
+            assert watcher.seen == row.known[len(request.prompt_token_ids) :]
+            assert not watcher.follows or row.end <= len(row.known), "launched without knowing its last token"
         if row.samples:  # never past a limit that was known beforehand
             assert row.end < self.max_model_len
             assert row.end < len(request.prompt_token_ids) + request.params.max_tokens
@@ -238,7 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if row.end == len(alone.tokens):
             alone.num_wasted += 1
             assert alone.num_wasted == 1
-            assert alone.reason is FinishReason.STOP
+            assert alone.reason in (FinishReason.STOP, FinishReason.ERROR)
+            assert watcher is None or not watcher.follows
         assert row.end <= len(alone.tokens)
 
     def check_slots(self, rows: list[Row]) -> None:
@@ -270,15 +302,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def receive(self, output: TokenOutput) -> None:
         alone = self.unfinished[output.request_id]
-        position = len(alone.request.prompt_token_ids) + alone.received
+        num_prompt = len(alone.request.prompt_token_ids)
+        position = num_prompt + alone.received
+        assert output.finish_reason is None or output.timing is not None
+        if position + 1 == len(alone.tokens) and alone.reason is FinishReason.ERROR:
+            assert (output.finish_reason, output.token_ids) == (FinishReason.ERROR, ())
+            assert "is refused" in output.error
+            del self.unfinished[output.request_id]
+            self.num_finished += 1
+            return
         alone.received += 1
         assert output.token_ids == (alone.tokens[position],)
         assert output.num_cached_tokens == alone.num_cached
+        wanted = alone.received == 1 and alone.request.params.prompt_logprobs is not None
+        assert output.prompt_logprobs == ((None, *alone.prompt_logprobs(0, num_prompt)) if wanted else None)
+        if output.timing is not None:
+            assert output.timing.num_prompt_computed == num_prompt - alone.num_cached
         if position + 1 < len(alone.tokens):
             assert (output.finish_reason, output.ended_by_token, output.stop_token_id) == (None, False, None)
             return
         assert output.finish_reason is alone.reason
-        assert output.ended_by_token == (alone.reason is FinishReason.STOP)
+        assert output.ended_by_token == alone.ended_by_token
         assert output.stop_token_id == alone.stop_token_id
         del self.unfinished[output.request_id]
         self.num_finished += 1
@@ -288,7 +332,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         scheduler.check()
         living = [*scheduler.running, *scheduler.waiting]
-        assert [sequence.request.id for sequence in living] == list(self.unfinished)
+        assert {sequence.request.id for sequence in living} == set(self.unfinished)
+        assert len(living) == len(self.unfinished)
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [(one.request.priority, self.alone[one.request.id].arrival) for one in queue]
+            assert order == sorted(order), "lower priorities first, then in order of arrival"
         assert scheduler.has_work == bool(self.unfinished)
         for _, rows, _ in self.launched:
             for row in rows:

@@ -244,6 +244,13 @@ def test_named_templates():
     assert render({"default": "plain"}, tools=TOOLS) == "plain"
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none():
+    messages = [{"role": "developer", "content": "a"}]
+    assert render("{{ messages[0].role }}", messages) == "system"
+    assert render("{{ messages[0].role }}{# developer #}", messages) == "developer"
+    assert messages == [{"role": "developer", "content": "a"}]
+
+
 def test_variables_name_what_the_template_looks_up():
     source = "{% set ns = namespace(n=own) %}{{ raise_exception(strftime_now(bos_token)) }}{% for x in range(2) %}{{ x }}{% endfor %}"
     assert ChatTemplate(source, {}).variables == {"own", "bos_token"}

@@ -72,6 +72,41 @@ def test_without_stop_strings_nothing_is_held_back():
     assert texts == ["ABC", "DEF", "G"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "stop", "min_tokens", "expected"),
+    [
+        ("a|a|a|a|a|b|a", ["a"], 5, ("aaaaab", "a", 7)),
+        ("a|a|a|a|a", ["a"], 5, ("aaaaa", None, 5)),
+        ("ABC|DEF|G", ["CDE"], 1, ("AB", "CDE", 2)),  # it may begin in the first tokens
+        ("ABC|DEF|G", ["CDE"], 2, ("ABCDEFG", None, 3)),
+        # what was passed over is held for a longer one, and does not stop later
+        ("a|b|a|b|b", ["ab", "ababb"], 4, ("", "ababb", 5)),
+        ("a|b|a|b|a", ["ab", "ababb"], 4, ("ababa", None, 5)),
+    ],
+)
+def test_stop_strings_that_the_first_tokens_complete_are_text(tokens, stop, min_tokens, expected):
+    ids = forced(tokens)
+    assert at_once(ids, stop=stop, min_tokens=min_tokens) == expected
+    assert one_by_one(ids, stop=stop, min_tokens=min_tokens) == expected
+
+
+def test_a_special_token_among_the_first_tokens_does_not_stop():
+    end = BYTE_LEVEL.token_id("<|im_end|>")
+    ids = [end, *forced("ABC"), end]
+    for texts in (at_once, one_by_one):
+        assert texts(ids, stop=["<|im_end|>"], min_tokens=2) == ("ABC", "<|im_end|>", 3)
+        assert texts(ids, stop=["<|im_end|>"], min_tokens=3) == ("ABC", None, 3)
+
+
+def test_special_tokens_that_are_asked_for_are_text():
+    end = BYTE_LEVEL.token_id("<|im_end|>")
+    ids = [*forced("ABC"), end]
+    for texts in (at_once, one_by_one):
+        assert texts(ids, shown_token_ids={end}) == ("ABC<|im_end|>", None, len(ids))
+        assert texts(ids, shown_token_ids={end}, stop=["C<|im"])[:2] == ("AB", "C<|im")
+        assert texts(ids, shown_token_ids={end}, stop=["<|im_end|>"])[:2] == ("ABC", "<|im_end|>")
+
+
 def test_a_special_token_stops_by_its_text():
     end = BYTE_LEVEL.token_id("<|im_end|>")
     ids = [*forced("ABC|<"), end, *forced("DEF")]
@@ -148,7 +183,9 @@ def num_settled(data: bytes) -> int:
     return lengths[0] - (lengths[0] in lengths[1:])
 
 
-def brute_force(tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool) -> tuple[str, str | None, int]:
+def brute_force(
+    tokenizer: Tokenizer, ids: list[int], stop: list[str], include: bool, min_tokens: int = 0
+) -> tuple[str, str | None, int]:
     """Looks at every end in the finished text, in order, for every stop string, in order; then for the token that settles it."""
     text = tokenizer.decode(ids, skip_special_tokens=False)
     for end in range(1, len(text) + 1):
@@ -160,6 +197,8 @@ def brute_force(tokenizer: Tokenizer, ids: list[int], stop: list[str], include: 
                     num_tokens += 1
                     if num_settled(data.removeprefix(b" " * tokenizer.num_leading_spaces_dropped)) >= end:
                         break
+                if num_tokens <= min_tokens:
+                    continue
                 return text[: end if include else end - len(string)], string, num_tokens
     return text, None, len(ids)
 
@@ -201,11 +240,16 @@ def test_stop_strings_cut_where_brute_force_does(name, data):
         lambda start: st.integers(1, 6).map(lambda length: text[start : start + length])
     )
     stop = data.draw(st.lists(inside | st.text("ab\ufffd<", min_size=1, max_size=5), min_size=1, max_size=4))
-    include = data.draw(st.booleans())
+    include, min_tokens = data.draw(st.booleans()), data.draw(st.sampled_from([0, 0, 1, 2, 5]))
     texts, matched, num_tokens = run(
-        tokenizer, data.draw(splits(ids)), stop=stop, include_stop_str_in_output=include, skip_special_tokens=False
+        tokenizer,
+        data.draw(splits(ids)),
+        stop=stop,
+        include_stop_str_in_output=include,
+        skip_special_tokens=False,
+        min_tokens=min_tokens,
     )
-    assert ("".join(texts), matched, num_tokens) == brute_force(tokenizer, ids, stop, include)
+    assert ("".join(texts), matched, num_tokens) == brute_force(tokenizer, ids, stop, include, min_tokens)
 
 
 @settings(max_examples=120, deadline=None)

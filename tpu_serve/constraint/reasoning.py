@@ -128,8 +128,9 @@ class ThinkingBudget:
 
     @property
     def follows(self) -> bool:
-        # Far from the end of the budget no single token changes the mask, and steps may be launched ahead.
-        return not self._end.is_seen and self._num_left + self._end.num_seen < _FAR
+        # Far from the end of the budget no token changes the mask soon, and steps may be launched ahead. What has come of the end
+        # counts as reasoning after all when it is not continued.
+        return not self._end.is_seen and self._num_left - self._end.num_seen < _FAR
 
     def accept(self, token_id: int) -> None:
         if self._end.is_seen:

@@ -5,7 +5,7 @@ Both spellings that clients use are read: `structures` with `triggers`, and `for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tpu_serve.constraint.lark import ANY_TEXT, Rules, alternatives, json_of, quoted, regex_of
@@ -17,6 +17,7 @@ def structural_tag(value: Any, param: str) -> str:
     if not isinstance(value, dict):
         raise InvalidRequest(param, f"{param} must be an object.", "invalid_grammar")
     writer = _Writer(param)
+    writer.check_keys(value, ("format",) if "format" in value else ("structures", "triggers"), "structural_tag")
     if "format" in value:
         return writer.rules.grammar(writer.part(value["format"], "format"))
     structures = writer.items(value, "structures", "structural_tag")
@@ -31,7 +32,25 @@ def structural_tag(value: Any, param: str) -> str:
     ]
     if len(tags) != len(structures):
         raise writer.error("structures", "must hold objects")
+    for index, one in enumerate(structures):
+        writer.check_keys(one, ("begin", "schema", "end"), f"structures[{index}]")
     return writer.rules.grammar(writer.triggered({"triggers": value.get("triggers"), "tags": tags}, "structures"))
+
+
+_KEYS: Mapping[str, Collection[str]] = {
+    "const_string": ("value",),
+    "json_schema": ("json_schema",),
+    "regex": ("pattern",),
+    "any_text": (),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+"""What a part of each type may hold besides its type."""
+_NEUTRAL: tuple[object, ...] = (None, False, [], {}, "json")
+"""What clients write where they ask for nothing; the last one is a style of arguments."""
 
 
 class _Writer:
@@ -63,9 +82,16 @@ class _Writer:
 
     def part(self, part: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in self._writers:
-            raise self.error(f"{place}.type", f"is {kind!r}; known are {', '.join(self._writers)}")
+        if not isinstance(kind, str) or kind not in self._writers:
+            raise self.error(f"{place}.type", f"is not one of {', '.join(self._writers)}")
+        self.check_keys(part, _KEYS[kind], place)
         return self._writers[kind](part, place)
+
+    def check_keys(self, part: dict[str, Any], known: Collection[str], place: str) -> None:
+        """Refuses what nobody would heed."""
+        for name, value in part.items():
+            if name not in known and name != "type" and value not in _NEUTRAL:
+                raise self.error(f"{place}.{name[:60]}", "is not served")
 
     def tag(self, part: dict[str, Any], place: str, begun: str = "") -> str:
         """`begun` is the start of `begin` that has been written already."""
@@ -73,6 +99,7 @@ class _Writer:
         content = part.get("content")
         rest = quoted(begin.removeprefix(begun))
         if isinstance(content, dict) and content.get("type") == "any_text" and end:
+            self.check_keys(content, _KEYS["any_text"], f"{place}.content")
             return f"({rest} {self.rules.until(quoted(end))})"
         return f"({rest} {self.part(content, place + '.content')} {quoted(end)})"
 
@@ -85,6 +112,7 @@ class _Writer:
             here = f"{place}.tags[{index}]"
             if not isinstance(tag, dict):
                 raise self.error(here, "must be an object")
+            self.check_keys(tag, _KEYS["tag"], here)
             begin = self._text(tag, "begin", here)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:

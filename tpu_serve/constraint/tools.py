@@ -47,14 +47,8 @@ def forced_calls(
     check_nesting(list(tools), "tools")
     try:
         start = write(rules, [_read(tool) for tool in tools], tokenizer, parallel)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # a list where an object belongs, and whatever else JSON can be
-        raise InvalidRequest(
-            "tools", f"The parameters of a tool are not a JSON schema: {error}.", "invalid_grammar"
-        ) from error
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # a schema may be anything that JSON can be
+        raise InvalidRequest("tools", "The parameters of a tool are not a JSON schema.", "invalid_grammar") from error
     return GrammarSpec("lark", rules.grammar(start))
 
 
@@ -63,6 +57,8 @@ def _read(tool: Mapping[str, Any]) -> _Tool:
     parameters = function.get("parameters")
     # Without parameters there is nothing to say, and arguments are an object whatever the schema forgets to mention.
     schema = {"additionalProperties": False} if parameters is None else parameters
+    if isinstance(schema.get("required"), str):
+        raise ValueError("its letters are no keys")
     return _Tool(function["name"], {"type": "object", **schema}, bool(function.get("strict")))
 
 

@@ -27,7 +27,10 @@ class SamplingRows:
       seed_low, seed_high: i32[S], halves of the 64-bit seed.
       choice: i32[S].
       output_position: i32[S], index of the sampled token within the answer.
-      any_random, any_filter, any_logprobs: i32[], whether any row needs that work at all.
+      presence_penalty, frequency_penalty, repetition_penalty: f32[S]; 0, 0 and 1 change nothing.
+      is_biased: i32[S], whether the slot's biases are the row's.
+      forced_id: i32[S], token that is taken whatever was drawn; -1 for none.
+      any_random, any_filter, any_logprobs, any_biases, any_masks, any_penalties: i32[], whether any row needs that work at all.
     """
 
     temperature: jax.Array
@@ -38,9 +41,17 @@ class SamplingRows:
     seed_high: jax.Array
     choice: jax.Array
     output_position: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+    is_biased: jax.Array
+    forced_id: jax.Array
     any_random: jax.Array
     any_filter: jax.Array
     any_logprobs: jax.Array
+    any_biases: jax.Array
+    any_masks: jax.Array
+    any_penalties: jax.Array
 
 
 @pytree
@@ -64,6 +75,8 @@ class Batch:
       state_read: i32[S], row of recurrent state that the sequence starts this step from, -1 for zeros.
       state_write: i32[S], row that takes its state after this step; out of range for padding.
       snapshot_write: i32[S], one more such row; out of range where there is none.
+      prompt_targets: i32[T], token of the prompt whose log-probability after this token is reported; -1 for none.
+      any_prompt_logprobs: i32[], whether any is.
       sampling: how each row samples.
     """
 
@@ -82,4 +95,6 @@ class Batch:
     state_read: jax.Array
     state_write: jax.Array
     snapshot_write: jax.Array
+    prompt_targets: jax.Array
+    any_prompt_logprobs: jax.Array
     sampling: SamplingRows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.progress import GB, LoadProgress
 from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
-from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.config import ConfigError, EngineConfig, SamplingOptions
 from tpu_serve.device.chip import GIB, chip_of
 from tpu_serve.device.devices import take_devices
 from tpu_serve.device.mesh import make_mesh, replicated
 from tpu_serve.device.params import random_init
+from tpu_serve.device.sampler_state import SamplerState
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.design import Design, design_engine
+from tpu_serve.engine.device_memory import DeviceMemory
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.engine.placement import Placement
@@ -33,7 +35,7 @@ from tpu_serve.hf_config import eos_token_ids, read_config, read_generation_conf
 from tpu_serve.layers.attention import pages_per_block
 from tpu_serve.layers.moe.routing import ExpertWeights, Routing
 from tpu_serve.request import InvalidRequest, SamplingParams
-from tpu_serve.runner.compile_counter import num_cache_hits
+from tpu_serve.runner.compile_counter import compile_seconds, num_cache_hits
 from tpu_serve.runner.model_runner import Allowed, DeviceState, ModelRunner
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
@@ -45,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 Phase = Callable[[str, float], None]
 """Told the name of the phase under way and the share of it that is done, 0 to 1."""
-
-# Sampling defaults of generation_config.json that are not served yet, and the value at which each changes nothing.
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: None) -> Engine:
@@ -78,9 +77,12 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         max_model_len=plan.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=eos_token_ids(hf_config),
-        default_params=_default_params(folder),
+        default_params=_default_params(folder, config.sampling),
         num_params=design.num_params,
         max_num_queued=plan.max_num_queued,
+        max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
+        max_logprobs=config.sampling.max_logprobs,
+        scheduling_policy=config.scheduler.scheduling_policy,
     )
 
     _report(info, plan, placement, design.dtype)
@@ -109,11 +111,14 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     state = DeviceState(
         placement.cache_layout.allocate(plan.num_pages, plan.page_size, num_state_rows, mesh, rules),
         jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
+        SamplerState.allocate(scheduler.num_slots, model.vocab_size, replicated(mesh)),
     )
     layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
     suppressed = read_generation_config(folder).suppressed_ids
     allowed = Allowed(min(tokenizer.vocab_size, model.vocab_size), suppressed)
-    runner = ModelRunner(model, params, state, experts or _no_experts, layouts, windows, allowed)
+    runner = ModelRunner(
+        model, params, state, experts or _no_experts, layouts, windows, allowed, config.sampling.logprobs_mode
+    )
     started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     logger.info(
@@ -122,7 +127,15 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     )  # fmt: skip
     core = EngineCore(scheduler, runner)
     return Engine(
-        config, info, Intake(info, config.model.seed), core, tokenizer, experts.planner.counts() if experts else {}
+        config,
+        info,
+        Intake(info, config.model.seed, tokenizer),
+        core,
+        tokenizer,
+        experts.planner.counts() if experts else {},
+        buckets=plan.buckets,
+        memory_bytes=DeviceMemory(placement, plan, devices[0]),
+        compile_costs=lambda: (num_cache_hits(), compile_seconds()),
     )
 
 
@@ -184,24 +197,38 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
     return Tokenizer.load(resolve(config.model.tokenizer, None if is_local else config.model.revision, weights=False))
 
 
-def _default_params(folder: Path) -> dict[str, Any]:
-    """Sampling defaults of the model that we serve; the others are named in the log."""
-    given: dict[str, Any] = dict(read_generation_config(folder).sampling)
-    for name, neutral in _NEUTRAL.items():
-        if given.pop(name, neutral) != neutral:
-            logger.warning("generation_config.json asks for %s, which is not supported yet: it is left out", name)
-    if unused := read_generation_config(folder).unused:
-        logger.warning("generation_config.json asks for %s, which is not supported: it is left out", ", ".join(unused))
-    if given:
-        logger.info(
-            "Sampling defaults from generation_config.json: %s",
-            ", ".join(f"{name}={value}" for name, value in given.items()),
+def _default_params(folder: Path, options: SamplingOptions) -> dict[str, Any]:
+    """Sampling defaults of the server. Where they come from, and what of the model's is left out, is in the log."""
+    recommended = read_generation_config(folder)
+    given: dict[str, Any] = dict(recommended.sampling)
+    if options.generation_config != "auto":
+        if given:
+            logger.info("Sampling defaults of generation_config.json are not used: %s", _listed(given))
+        given = {}
+    elif recommended.unused:
+        logger.warning(
+            "generation_config.json asks for %s, which is not supported: it is left out", ", ".join(recommended.unused)
         )
-    try:
-        SamplingParams(**given)
-    except InvalidRequest as error:
-        raise ConfigError(f"generation_config.json: {error.message}") from None
+    if given:
+        logger.info("Sampling defaults from generation_config.json: %s", _listed(given))
+    _check_defaults("generation_config.json", given)
+    if options.overrides:
+        logger.info("Sampling defaults from --override-generation-config: %s", _listed(options.overrides))
+        given |= options.overrides
+        given = {name: value for name, value in given.items() if value is not None}
+        _check_defaults("--override-generation-config", given)
     return given
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _check_defaults(origin: str, values: Mapping[str, Any]) -> None:
+    try:
+        SamplingParams(**values)
+    except InvalidRequest as error:
+        raise ConfigError(f"{origin}: {error.message}") from None
 
 
 def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any) -> None:

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.request import FinishReason, Request, TokenOutput
@@ -19,6 +21,28 @@ class EngineDead(RuntimeError):
 
 class RequestFailed(RuntimeError):
     """One request could not be finished; the engine goes on."""
+
+
+@dataclass(slots=True)
+class _Abort:
+    request_id: str
+    reason: FinishReason
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something to do between two steps, and who waits for it."""
+
+    function: Callable[[EngineCore], bool]
+    done: Future[bool] = field(default_factory=Future)
+
+    def run(self, core: EngineCore) -> None:
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function(core))
+            except BaseException as error:
+                self.done.set_exception(error)
+                raise
 
 
 class EngineClient:
@@ -38,7 +62,7 @@ class EngineClient:
     ):
         self.core, self._on_outputs, self._on_failure = core, on_outputs, on_failure
         self.failure: str | None = None
-        self._inbox: deque[Request | tuple[str, FinishReason]] = deque()
+        self._inbox: deque[Request | _Abort | _Call] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._live: set[str] = set()
@@ -52,7 +76,16 @@ class EngineClient:
     @property
     def num_waiting(self) -> int:
         """Requests that have no slot yet, those still in the inbox included."""
-        return len(self.core.scheduler.waiting) + len(self._inbox)
+        with self._wake:
+            num_incoming = sum(isinstance(message, Request) for message in self._inbox)
+        return len(self.core.scheduler.waiting) + num_incoming
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of those requests."""
+        with self._wake:
+            incoming = [message for message in self._inbox if isinstance(message, Request)]
+        return self.core.scheduler.num_waiting_tokens + sum(len(request.prompt_token_ids) for request in incoming)
 
     @property
     def num_running(self) -> int:
@@ -73,8 +106,22 @@ class EngineClient:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request soon; harmless when it has finished already. No output follows for it."""
         with self._wake:
-            self._inbox.append((request_id, reason))
+            self._inbox.append(_Abort(request_id, reason))
             self._wake.notify()
+
+    def reset_prefix_cache(self) -> Future[bool]:
+        """Forgets every cached prefix that no request holds, between two steps. The result is False when some are held and stay.
+
+        Raises:
+          EngineDead: the engine has failed or is closed; the future raises it where that happens before its turn.
+        """
+        call = _Call(EngineCore.reset_prefix_cache)
+        with self._wake:
+            if not self.is_alive:
+                raise EngineDead(self.failure or "the engine is closed")
+            self._inbox.append(call)
+            self._wake.notify()
+        return call.done
 
     def close(self) -> None:
         """Stops the thread after the step under way. Unfinished requests get an ABORT output."""
@@ -98,24 +145,25 @@ class EngineClient:
         with self._wake:
             while not (self._inbox or self._closing or self.core.has_work):
                 self._wake.wait()
-            messages = list(self._inbox)
-            self._inbox.clear()
             if self._closing:
-                self._inbox.extend(messages)
                 return False
-        for message in messages:
+            num_messages = len(self._inbox)
+        for _ in range(num_messages):  # one by one: should one fail, the others hear of it
+            with self._wake:
+                message = self._inbox.popleft()
             if isinstance(message, Request):
                 self._add(message)
+            elif isinstance(message, _Call):
+                message.run(self.core)
             else:
-                request_id, reason = message
-                self.core.abort(request_id, reason)
-                self._live.discard(request_id)
+                self.core.abort(message.request_id, message.reason)
+                self._live.discard(message.request_id)
         return True
 
     def _add(self, request: Request) -> None:
+        self._live.add(request.id)
         try:
             self.core.add(request)
-            self._live.add(request.id)
         except ValueError as error:  # this request's failure ends this request only
             self._deliver([TokenOutput(request_id=request.id, finish_reason=FinishReason.ERROR, error=str(error))])
 
@@ -127,8 +175,12 @@ class EngineClient:
     def _end_all(self, reason: FinishReason, why: str | None) -> None:
         with self._wake:
             self.failure = why
-            self._live.update(message.id for message in self._inbox if isinstance(message, Request))
+            messages = list(self._inbox)
             self._inbox.clear()
+        self._live.update(message.id for message in messages if isinstance(message, Request))
+        for message in messages:
+            if isinstance(message, _Call) and message.done.set_running_or_notify_cancel():
+                message.done.set_exception(EngineDead(why or "the engine is closed"))
         self._deliver([TokenOutput(request_id=name, finish_reason=reason, error=why) for name in sorted(self._live)])
         if why is not None:
             self._on_failure(why)

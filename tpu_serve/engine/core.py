@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from tpu_serve.request import FinishReason, Request, TokenOutput
@@ -28,16 +29,24 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Requests in, tokens out. Knows neither text nor arrays."""
+    """Requests in, tokens out. Knows neither text nor arrays.
+
+    Attributes:
+      num_steps: steps launched.
+      busy_seconds: time spent in `step`.
+      on_step: called, in the thread of `step`, with a step that has been committed and the seconds of the call of `step` that did it.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
         self.scheduler, self.runner = scheduler, runner
         self._launched: tuple[SchedulerOutput, Any] | None = None
         self.num_steps = 0
         self.busy_seconds = 0.0
+        self.on_step: Callable[[SchedulerOutput, float], None] = lambda output, seconds: None
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has something to do."""
         return self._launched is not None or self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -46,6 +55,10 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
         return self.scheduler.abort(request_id, reason)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix that no sequence holds; False when some are held and stay."""
+        return self.scheduler.reset_prefix_cache()
 
     def reset(self) -> None:
         """Forgets every request and everything cached. `step` may be called again after it was cut short by an exception, which left
@@ -57,13 +70,20 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Launches the next step, then commits the previous one. Returns what the previous one brought.
 
-        After an exception only `reset` may follow.
+        Where a sequence cannot go on without its last token, the previous step is committed first: half of the steps would pass it over
+        otherwise. After an exception only `reset` may follow.
         """
         started = time.perf_counter()
+        previous, outputs, is_committed = self._launched, [], False
+        if previous is not None and self.scheduler.needs_last_tokens:
+            outputs, is_committed = self.scheduler.commit(previous[0], self.runner.collect(previous[1])), True
         planned = self.scheduler.schedule()
-        launched = None if planned is None else (planned, self.runner.launch(planned))
-        previous, self._launched = self._launched, launched
-        outputs = [] if previous is None else self.scheduler.commit(previous[0], self.runner.collect(previous[1]))
+        self._launched = None if planned is None else (planned, self.runner.launch(planned))
+        if previous is not None and not is_committed:
+            outputs = self.scheduler.commit(previous[0], self.runner.collect(previous[1]))
         self.num_steps += planned is not None
-        self.busy_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.busy_seconds += seconds
+        if previous is not None:
+            self.on_step(previous[0], seconds)
         return outputs

@@ -73,9 +73,14 @@ class Design:
         Raises:
           ConfigError: see `make_plan`.
         """
-        placement = self.placement
+        placement, model = self.placement, self.model
         return make_plan(
-            config, self.model.max_position, self.param_bytes, placement.cache_on_one_device, placement.chip
+            config,
+            model.max_position,
+            model.vocab_size,
+            self.param_bytes,
+            placement.cache_on_one_device,
+            placement.chip,
         )
 
 

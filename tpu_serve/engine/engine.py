@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tpu_serve.config import EngineConfig
@@ -22,6 +22,9 @@ class Engine:
       core: the step loop.
       tokenizer: of the model.
       moe_plans: how many token buckets run their experts in which way, by (path, where the tiles come from), see `moe_plan`.
+      buckets: token counts that have a program, in rising order.
+      memory_bytes: of each device, by what it is for.
+      compile_costs: programs of this process that came from the compile cache, and seconds that compiling took.
     """
 
     config: EngineConfig
@@ -30,3 +33,6 @@ class Engine:
     core: EngineCore
     tokenizer: Tokenizer
     moe_plans: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    buckets: tuple[int, ...] = ()
+    memory_bytes: Callable[[], Mapping[str, int]] = dict
+    compile_costs: Callable[[], tuple[int, float]] = lambda: (0, 0.0)

@@ -61,13 +61,16 @@ class CacheSizes:
     num_snapshots: int | None
 
 
-def share_memory(config: EngineConfig, layout: CacheLayout, chip: Chip, param_bytes: int, demand: Demand) -> CacheSizes:
+def share_memory(
+    config: EngineConfig, layout: CacheLayout, chip: Chip, param_bytes: int, sampler_bytes: int, demand: Demand
+) -> CacheSizes:
     """Decides the sizes.
 
     Args:
       layout: of what each device holds.
       chip: each of the devices.
       param_bytes: weights on each device.
+      sampler_bytes: what the sampler keeps of all sequences, on each device.
 
     Raises:
       ConfigError: something does not fit; the message has the number and the flag.
@@ -79,7 +82,13 @@ def share_memory(config: EngineConfig, layout: CacheLayout, chip: Chip, param_by
             f"The weights need {param_bytes / GIB:.2f} GiB on each device; it has {chip.memory_bytes / GIB:.2f} GiB, of which "
             f"--device-memory-utilization {cache.device_memory_utilization} leaves {usable / GIB:.2f} GiB.{_more_devices(chip)}"
         )
-    free = usable - param_bytes
+    free = usable - param_bytes - sampler_bytes
+    if free < 0:
+        raise ConfigError(
+            f"Counts of tokens and biases of {num_slots(demand.max_num_seqs)} slots (two for each of --max-num-seqs {demand.max_num_seqs}) "
+            f"need {sampler_bytes / GIB:.2f} GiB on each device; beside the weights {(usable - param_bytes) / GIB:.2f} GiB are free. "
+            f"Lower --max-num-seqs.{_more_devices(chip)}"
+        )
     if cache.kv_cache_memory_bytes:
         room, origin = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     else:

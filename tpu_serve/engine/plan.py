@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.config.engine import LONGEST_THAT_FITS
 from tpu_serve.device.chip import Chip
 from tpu_serve.device.kv_cache import CacheLayout
-from tpu_serve.engine.memory import Demand, share_memory
+from tpu_serve.device.sampler_state import num_bytes
+from tpu_serve.engine.memory import CacheSizes, Demand, share_memory
 from tpu_serve.runner.buckets import token_buckets
 from tpu_serve.runner.pack import PackLayout
+from tpu_serve.scheduler.scheduler import num_slots
 
 QUEUE_PER_SEQUENCE = 16
 SMALL_MODEL_BYTES, SMALL_MODEL_GROWTH = 64 * 2**20, 32
@@ -24,6 +28,7 @@ class EnginePlan:
     Attributes:
       num_pages: for each window of the model's attention layers, see `CacheLayout.windows`.
       num_snapshots: of recurrent state for the prefix cache; None for a model without such state.
+      sampler_bytes: what the sampler keeps of all sequences, on each device.
     """
 
     max_model_len: int
@@ -33,6 +38,7 @@ class EnginePlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued: int
+    sampler_bytes: int
     buckets: tuple[int, ...]
 
     @property
@@ -79,7 +85,7 @@ def demand_of(config: EngineConfig, model_max_len: int, chip: Chip) -> Demand:
       ConfigError: options contradict each other or the model.
     """
     options = config.scheduler
-    max_model_len = config.model.max_model_len or model_max_len
+    max_model_len = config.model.given_max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the model's own limit of {model_max_len} tokens (config.json)."
@@ -96,14 +102,45 @@ def demand_of(config: EngineConfig, model_max_len: int, chip: Chip) -> Demand:
     return Demand(max_model_len, config.cache.page_size or chip.page_size, max_num_seqs, budget)
 
 
+def _longest_that_fits(demand: Demand, share: Callable[[Demand], CacheSizes]) -> Demand:
+    """The demand, with sequences of fewer pages if those of the model's own length do not fit.
+
+    Args:
+      share: raises `ConfigError` for what does not fit.
+
+    Raises:
+      ConfigError: of `share`, for sequences of one page.
+    """
+
+    def fits(num_pages: int) -> bool:
+        try:
+            share(dataclasses.replace(demand, max_model_len=num_pages * demand.page_size))
+        except ConfigError:
+            return False
+        return True
+
+    low, high = 1, (demand.max_model_len - 1) // demand.page_size
+    try:
+        share(demand)
+        return demand
+    except ConfigError:
+        if not high:
+            raise
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return dataclasses.replace(demand, max_model_len=low * demand.page_size)
+
+
 def make_plan(
-    config: EngineConfig, model_max_len: int, param_bytes: int, layout: CacheLayout, chip: Chip
+    config: EngineConfig, model_max_len: int, vocab_size: int, param_bytes: int, layout: CacheLayout, chip: Chip
 ) -> EnginePlan:
     """Decides the sizes.
 
     Args:
       config: options.
       model_max_len: longest sequence that the model was made for.
+      vocab_size: token ids that the model has logits for.
       param_bytes: weights on each device.
       layout: of what each device holds of the KV cache.
       chip: each of the devices.
@@ -112,7 +149,14 @@ def make_plan(
       ConfigError: something does not fit; the message has the number and the flag.
     """
     demand = demand_of(config, model_max_len, chip)
-    sizes = share_memory(config, layout, chip, param_bytes, demand)
+    sampler_bytes = num_bytes(num_slots(demand.max_num_seqs), vocab_size)
+
+    def share(demand: Demand) -> CacheSizes:
+        return share_memory(config, layout, chip, param_bytes, sampler_bytes, demand)
+
+    if config.model.max_model_len == LONGEST_THAT_FITS:
+        demand = _longest_that_fits(demand, share)
+    sizes = share(demand)
     small = not chip.is_tpu and param_bytes < SMALL_MODEL_BYTES
     return EnginePlan(
         max_model_len=demand.max_model_len,
@@ -122,6 +166,7 @@ def make_plan(
         max_num_seqs=demand.max_num_seqs,
         max_num_batched_tokens=demand.max_num_batched_tokens,
         max_num_queued=config.scheduler.max_num_queued_reqs or QUEUE_PER_SEQUENCE * demand.max_num_seqs,
+        sampler_bytes=sampler_bytes,
         buckets=token_buckets(
             demand.max_num_batched_tokens,
             SMALL_MODEL_GROWTH if small else chip.bucket_growth,

@@ -250,6 +250,7 @@ class Report:
         try:
             demand = demand_of(config, design.model.max_position, design.placement.chip)
             plan = design.plan(config)
+            demand = plan.demand  # of --max-model-len auto only the plan knows
         except ConfigError as error:
             problem = str(error)
         if plan is not None and design.experts is not None:

@@ -13,70 +13,68 @@ import jax
 import jax.numpy as jnp
 
 from tpu_serve.device.batch import SamplingRows, pytree
-from tpu_serve.request import MAX_LOGPROBS
+from tpu_serve.layers.logprobs import Logprobs
+from tpu_serve.request import NOT_A_NUMBER_ID, NOTHING_ALLOWED_ID
 
 
 @pytree
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What each row sampled. The log-probability fields hold zeros when no row of the batch asked for them.
+    """What each row sampled.
 
     Attributes:
-      token_ids: i32[S], -1 where the logits hold a NaN.
-      logprobs: f32[S], of the sampled token in the raw distribution.
-      top_ids, top_logprobs: i32[S, 20] and f32[S, 20], most probable tokens of the raw distribution (fewer for a tiny vocabulary).
+      token_ids: i32[S]; `NOT_A_NUMBER_ID` where the logits hold a NaN, `NOTHING_ALLOWED_ID` where every token is forbidden.
+      logprobs: of S rows.
     """
 
     token_ids: jax.Array
-    logprobs: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+    logprobs: Logprobs
 
 
-def sample(logits: jax.Array, rows: SamplingRows, num_valid: int, suppressed: tuple[int, ...] = ()) -> Sampled:
+def sample(logits: jax.Array, edited: jax.Array, rows: SamplingRows, mode: str = "raw_logprobs") -> Sampled:
     """Samples one token per row.
 
     Args:
-      logits: f32[S, V].
+      logits: f32[S, V], as the model gave them.
+      edited: f32[S, V], as the row's request wants them; minus infinity for forbidden tokens.
       rows: parameters of each row.
-      num_valid: ids from here on do not exist in the tokenizer and are never sampled.
-      suppressed: ids that are never sampled either.
+      mode: what log-probabilities are of, one of `LOGPROBS_MODES`.
     """
-    allowed = jnp.where(jnp.arange(logits.shape[1]) < num_valid, logits, -jnp.inf)
-    if suppressed:
-        allowed = allowed.at[:, jnp.array(suppressed)].set(-jnp.inf, mode="drop")
-    greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
-    token_ids = jax.lax.cond(
-        rows.any_random > 0, lambda: jnp.where(rows.temperature > 0, _draw(allowed, rows), greedy), lambda: greedy
+    greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+    is_forbidden = jnp.isneginf(edited.max(axis=-1))
+    is_processed = mode.startswith("processed")
+
+    def draw() -> tuple[jax.Array, ...]:
+        # Greedy rows have neutral filters, so they are what they were.
+        scaled = edited / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+        final = jax.lax.cond(rows.any_filter > 0, lambda: _filter(scaled, rows), lambda: scaled)
+        drawn = jnp.argmax(final + _noise(rows, logits.shape[1]), axis=-1).astype(jnp.int32)
+        token_ids = jnp.where(rows.temperature > 0, drawn, greedy)
+        return (token_ids, final) if is_processed else (token_ids,)
+
+    token_ids, *final = jax.lax.cond(rows.any_random > 0, draw, lambda: (greedy, edited) if is_processed else (greedy,))
+    token_ids = jnp.where(is_forbidden, NOTHING_ALLOWED_ID, token_ids)
+    token_ids = jnp.where(rows.forced_id >= 0, rows.forced_id, token_ids)
+    token_ids = jnp.where(jnp.isnan(logits).any(axis=-1), NOT_A_NUMBER_ID, token_ids)
+    reported = final[0] if is_processed else logits
+    logprobs = jax.lax.cond(
+        rows.any_logprobs > 0,
+        lambda: Logprobs.of(reported, token_ids, mode),
+        lambda: Logprobs.nothing(*reported.shape),
     )
-    token_ids = jnp.where(jnp.isnan(logits).any(axis=-1), -1, token_ids)
-    count = min(MAX_LOGPROBS, logits.shape[1])
-
-    def report() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logprobs = jax.nn.log_softmax(logits, axis=-1)
-        top, ids = jax.lax.top_k(logprobs, count)
-        return jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)[:, 0], ids.astype(jnp.int32), top
-
-    def nothing() -> tuple[jax.Array, jax.Array, jax.Array]:
-        size = len(logits)
-        return jnp.zeros(size, jnp.float32), jnp.zeros((size, count), jnp.int32), jnp.zeros((size, count), jnp.float32)
-
-    return Sampled(token_ids, *jax.lax.cond(rows.any_logprobs > 0, report, nothing))
+    return Sampled(token_ids, logprobs)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """A random token per row by the Gumbel-max trick; the noise depends on seed, choice and position in the answer only."""
-    scaled = logits / jnp.maximum(rows.temperature, 1e-5)[:, None]
-    scaled = jax.lax.cond(rows.any_filter > 0, lambda: _filter(scaled, rows), lambda: scaled)
+def _noise(rows: SamplingRows, vocab_size: int) -> jax.Array:
+    """f32[S, V] for the Gumbel-max trick; it depends on seed, choice and position in the answer only."""
 
     def noise(low: jax.Array, high: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         # One number for both, as every fold is a program of its own to compile: fewer than 2**24 positions, fewer than 2**8 choices.
-        return jax.random.gumbel(jax.random.fold_in(key, (choice << 24) + position), logits.shape[1:], jnp.float32)
+        return jax.random.gumbel(jax.random.fold_in(key, (choice << 24) + position), (vocab_size,), jnp.float32)
 
-    gumbel = jax.vmap(noise)(rows.seed_low, rows.seed_high, rows.choice, rows.output_position)
-    return jnp.argmax(scaled + gumbel, axis=-1).astype(jnp.int32)
+    return jax.vmap(noise)(rows.seed_low, rows.seed_high, rows.choice, rows.output_position)
 
 
 def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpu_serve.parsing.events import Event
 from tpu_serve.parsing.hermes import CallObject
 from tpu_serve.parsing.parser import CallParser
 from tpu_serve.parsing.reader import Steps
@@ -9,6 +10,10 @@ from tpu_serve.parsing.reader import Steps
 
 class JsonCalls(CallParser):
     """The whole text is `[{"name": "f", "parameters": {…}}, …]` or one such object; anything else is content."""
+
+    def begin(self, prompt_end: str) -> list[Event]:
+        """Nothing: calls of this form begin with the answer, whatever the prompt has written in front of it."""
+        return []
 
     def _program(self) -> Steps[None]:
         reader = self._reader

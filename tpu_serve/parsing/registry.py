@@ -38,6 +38,9 @@ _CALL_FAMILIES = (("GptOss", HARMONY), ("Gemma4", "gemma4"), ("Qwen3_5", "qwen3_
 _REASONING_FAMILIES = (("GptOss", HARMONY), ("Gemma4", "gemma4"), ("Qwen3", "qwen3"))
 _TURN = re.compile(r"(?:<\|im_start\|>|<\|turn>|<\|start\|>|<start_of_turn>)[A-Za-z]+\n?|\[/INST\]|<｜Assistant｜>")
 
+_USUAL_END = 4096
+"""Characters in which the last turn of a prompt mostly begins: a long prompt is not searched for every choice of its answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Formats:
@@ -109,9 +112,10 @@ class Formats:
 
     def prompt_end(self, prompt: str) -> str:
         """What a prompt has written of the answer: what follows the opening of its last turn."""
-        turns = [match.end() for match in _TURN.finditer(prompt)]
-        if turns:
-            return prompt[turns[-1] :]
+        for text in (prompt[-_USUAL_END:], prompt):
+            turns = [match.end() for match in _TURN.finditer(text)]
+            if turns:
+                return text[turns[-1] :]
         end = prompt.rstrip()
         start = self.reasoning.start if self.reasoning is not None else ""
         return start if start and end.endswith(start) else ""

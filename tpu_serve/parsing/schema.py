@@ -41,7 +41,8 @@ def kinds_of(schema: Any) -> frozenset[str]:
         return frozenset()
     kinds: set[str] = set()
     given = schema.get("type")
-    kinds.update([given] if isinstance(given, str) else [kind for kind in given or () if isinstance(kind, str)])
+    named = given if isinstance(given, list | tuple) else [given]
+    kinds.update(kind for kind in named if isinstance(kind, str))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             for part in schema[key]:
@@ -63,7 +64,10 @@ def json_of(text: str, schema: Any) -> str:
     kinds = kinds_of(schema)
     for value in _readings(text.strip()):
         if any(kind != "string" and _is_kind(value, kind) for kind in kinds):
-            return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+            try:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            except (ValueError, RecursionError):  # a number that is too large for this program is one all the same
+                return text.strip()
         if "integer" in kinds and isinstance(value, float) and value.is_integer():
             return str(int(value))
     return json.dumps(text, ensure_ascii=False)
@@ -92,7 +96,16 @@ def _is_kind(value: Any, kind: str) -> bool:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A schema behind a reference within its own tool, one step deep."""
+    """A schema behind a reference within its own tool, one step deep; so are the alternatives that a schema has."""
+    if not isinstance(schema, Mapping):
+        return schema
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            schema = {**schema, key: [_referred(part, root) for part in schema[key]]}
+    return _referred(schema, root)
+
+
+def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

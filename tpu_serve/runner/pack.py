@@ -13,10 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_serve.device.batch import Batch, SamplingRows
+from tpu_serve.request import Request
 from tpu_serve.scheduler.page_pool import PADDING_PAGE
 from tpu_serve.scheduler.step import Scheduled
 
-_FLOATS = ("temperature", "top_p", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLOATS = ("temperature", "top_p", "min_p", *_PENALTIES)
+MOST_REPETITION = 1e20
+"""Stronger repetition penalties, and their inverse, count as this: logits stay far from the ends of float32."""
 _STATE = ("state_read", "state_write", "snapshot_write")
 
 
@@ -58,10 +62,9 @@ class PackLayout:
             **dict.fromkeys(("num_seqs", "num_tokens"), ()),
             **dict.fromkeys(("sample_at", "slots"), rows),
             **dict.fromkeys(_STATE, (0,) if self.num_snapshots is None else rows),
-            **dict.fromkeys(
-                ("temperature", "top_p", "min_p", "top_k", "seed_low", "seed_high", "choice", "output_position"), rows
-            ),
-            **dict.fromkeys(("any_random", "any_filter", "any_logprobs"), ()),
+            "prompt_targets": tokens,
+            "any_prompt_logprobs": (),
+            **{name: () if name.startswith("any_") else rows for name in SamplingRows.__dataclass_fields__},
         }
 
     @property
@@ -100,10 +103,15 @@ def pack(scheduled: tuple[Scheduled, ...], layout: PackLayout) -> np.ndarray:
     fields["kv_index"][...] = PADDING_PAGE * layout.page_size + np.arange(layout.num_tokens) % layout.page_size
     fields["slots"].fill(layout.num_slots)
     fields["top_p"].fill(1.0)
+    fields["repetition_penalty"].fill(1.0)
+    for name in ("forced_id", "prompt_targets"):
+        fields[name].fill(-1)
     for name in _STATE:
         fields[name].fill(layout.num_state_rows)
     at = 0
     for row, item in enumerate(scheduled):
+        if item.sequence.request.params.prompt_logprobs is not None:
+            _pack_prompt_targets(item, at, fields)
         at = _pack_tokens(item, row, at, fields, layout.page_size)
         if layout.num_snapshots is not None:
             _pack_state(item, row, fields, layout)
@@ -141,6 +149,17 @@ def _pack_tokens(item: Scheduled, row: int, at: int, fields: dict[str, np.ndarra
     return stop
 
 
+def _pack_prompt_targets(item: Scheduled, at: int, fields: dict[str, np.ndarray]) -> None:
+    targets = prompt_targets(item)
+    fields["prompt_targets"][at : at + len(targets)] = targets
+    fields["any_prompt_logprobs"][()] |= bool(targets)
+
+
+def prompt_targets(item: Scheduled) -> tuple[int, ...]:
+    """Tokens of the prompt that follow the tokens of a row, as far as there are any."""
+    return item.sequence.request.prompt_token_ids[item.start + 1 : item.start + item.length + 1]
+
+
 def _pack_state(item: Scheduled, row: int, fields: dict[str, np.ndarray], layout: PackLayout) -> None:
     slot = item.sequence.slot
     if item.restore >= 0:
@@ -155,9 +174,21 @@ def _pack_state(item: Scheduled, row: int, fields: dict[str, np.ndarray], layout
 def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> None:
     sequence = item.sequence
     request, params = sequence.request, sequence.request.params
+    position = item.start + item.length - sequence.num_prompt
     fields["slots"][row] = sequence.slot
-    fields["output_position"][row] = item.start + item.length - sequence.num_prompt
+    fields["output_position"][row] = position
     fields["any_logprobs"][()] |= params.logprobs is not None
+    if request.biases:
+        fields["is_biased"][row] = fields["any_biases"][()] = 1
+    if request.forced_token_ids:
+        fields["forced_id"][row] = _forced_id(request, position)
+    if _mask_of(item) is not None:
+        fields["any_masks"][()] = 1
+    if params.has_penalties:
+        fields["presence_penalty"][row] = params.presence_penalty
+        fields["frequency_penalty"][row] = params.frequency_penalty
+        fields["repetition_penalty"][row] = min(max(params.repetition_penalty, 1 / MOST_REPETITION), MOST_REPETITION)
+        fields["any_penalties"][()] = 1
     if params.is_greedy:
         return
     fields["temperature"][row] = params.temperature
@@ -170,3 +201,26 @@ def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> 
     fields["choice"][row] = request.choice
     fields["any_random"][()] = 1
     fields["any_filter"][()] |= params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+
+
+def _forced_id(request: Request, position: int) -> int:
+    """The script's token at an output position, or the end behind it; -1 for none."""
+    if position < len(request.forced_token_ids):
+        return request.forced_token_ids[position]
+    return min(request.eos_token_ids, default=-1)
+
+
+def _mask_of(item: Scheduled) -> bytes | None:
+    constraint = item.sequence.constraint
+    return None if constraint is None or not item.samples else constraint.mask
+
+
+def pack_masks(scheduled: tuple[Scheduled, ...], num_rows: int, vocab_size: int) -> np.ndarray | None:
+    """Which ids each row may sample, u32[num_rows, ceil(vocab_size / 32)]; None if every row may sample all of them."""
+    masks = [(row, mask) for row, item in enumerate(scheduled) if (mask := _mask_of(item)) is not None]
+    if not masks:
+        return None
+    words = np.full((num_rows, -(-vocab_size // 32)), 0xFFFF_FFFF, np.uint32)
+    for row, mask in masks:
+        words[row] = np.frombuffer(mask, "<u4")
+    return words

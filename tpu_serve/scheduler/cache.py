@@ -162,9 +162,7 @@ class Cache:
         sequence.num_sealed = len(hashes)
 
     def reset(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while pages are held."""
-        if any(pool.usage for pool in self.pools):
-            return False
+        """Forgets every cached prefix that nobody holds; False when some pages are held, which stay known."""
         if self.snapshots is not None:
             self.snapshots.reset()
         return all([pool.reset() for pool in self.pools])

@@ -130,12 +130,10 @@ class PagePool:
             self._by_hash[digest], self._hash_of[page] = page, digest
 
     def reset(self) -> bool:
-        """Forgets every cached prefix; False, and nothing done, while pages are held."""
-        if len(self._free) != self.num_usable:
-            return False
-        for page in range(self.num_pages):
+        """Forgets the content of every page that nobody holds; False when some are held, which stay known."""
+        for page in self._free:
             self._forget(page)
-        return True
+        return len(self._free) == self.num_usable
 
     def _forget(self, page: int) -> None:
         digest = self._hash_of[page]

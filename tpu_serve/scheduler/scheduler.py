@@ -7,17 +7,19 @@ device knows it, the host does not yet. A page or slot that a launched step name
 
 from __future__ import annotations
 
+import time
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 
-from tpu_serve.request import FinishReason, Request, TokenOutput
-from tpu_serve.scheduler.cache import Cache, Match
-from tpu_serve.scheduler.page_pool import hash_page
+from tpu_serve.request import NOT_A_NUMBER_ID, FinishReason, Request, TokenOutput
+from tpu_serve.scheduler.cache import Cache
+from tpu_serve.scheduler.prefixes import Prefixes
 from tpu_serve.scheduler.sequence import Sequence, Status
 from tpu_serve.scheduler.step import SampledToken, Scheduled, SchedulerOutput, SchedulerStats
-
-NOT_A_NUMBER = "the model's output for this request is not a number"
+from tpu_serve.scheduler.verdict import take_token
 
 
 def num_slots(max_num_seqs: int) -> int:
@@ -25,8 +27,21 @@ def num_slots(max_num_seqs: int) -> int:
     return 2 * max_num_seqs
 
 
+_ORDER = attrgetter("order")
+
+
+def _put(queue: MutableSequence[Sequence], sequence: Sequence) -> None:
+    """Where it belongs, which is mostly one of the ends."""
+    if not queue or queue[-1].order < sequence.order:
+        queue.append(sequence)
+    else:
+        insort(queue, sequence, key=_ORDER)
+
+
 class Scheduler:
-    """First come, first served: running sequences in order of arrival, then waiting ones, within one token budget.
+    """Running sequences first, then waiting ones, within one token budget; in order of priority, those of one priority in order of arrival.
+
+    A waiting sequence takes nothing from one that runs, whatever their priorities; the last in order loses its pages when others need them.
 
     Args:
       cache: the device's memory; a single sequence of `max_model_len` tokens must fit.
@@ -34,6 +49,10 @@ class Scheduler:
       max_num_batched_tokens: most tokens in a step, at least `max_num_seqs`.
       max_model_len: longest sequence, prompt and answer together.
       enable_prefix_caching: look for and offer equal prompt beginnings.
+
+    Attributes:
+      waiting, running: in order.
+      num_waiting_tokens: prompt tokens of those waiting.
 
     Raises:
       ValueError: the limits contradict one another.
@@ -61,21 +80,27 @@ class Scheduler:
                 )
         self.cache, self.max_num_seqs, self.max_model_len = cache, max_num_seqs, max_model_len
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
+        self._prefixes = Prefixes(cache, enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
+        self.num_waiting_tokens = 0
         self.running: list[Sequence] = []
         self.stats = SchedulerStats()
         self._by_id: dict[str, Sequence] = {}
+        self._constrained: dict[Sequence, None] = {}
         self._leaving: dict[Sequence, None] = {}  # preempted or finished, but a launched step still names them
         self.num_slots = num_slots(max_num_seqs)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
-        self._step_id = 0
+        self._step_id = self._num_added = 0
 
     def reset(self) -> None:
         """Forgets every request, page, slot and cached prefix, in whatever state a step that was cut short left them. Counters stay."""
         self.cache = self.cache.emptied()
+        self._prefixes = Prefixes(self.cache, self.enable_prefix_caching)
         self.waiting.clear()
+        self.num_waiting_tokens = 0
         self.running.clear()
         self._by_id.clear()
+        self._constrained.clear()
         self._leaving.clear()
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
 
@@ -92,9 +117,17 @@ class Scheduler:
             raise ValueError(f"a prompt of {num_prompt} tokens does not fit a context of {self.max_model_len}")
         if request.params.max_tokens is None:
             raise ValueError("max_tokens must be set before a request reaches the scheduler")
-        sequence = Sequence(request, min(num_prompt + request.params.max_tokens, self.max_model_len))
+        self._num_added += 1
+        end = min(num_prompt + request.params.max_tokens, self.max_model_len)
+        sequence = Sequence(request, end, self._num_added)
         self._by_id[request.id] = sequence
-        self.waiting.append(sequence)
+        if sequence.constraint is not None:
+            self._constrained[sequence] = None
+        self._wait(sequence)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix that no sequence holds; False when some are held and stay."""
+        return self.cache.reset()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
         """Ends a request wherever it is; None when it is not here (already finished, say).
@@ -105,12 +138,26 @@ class Scheduler:
         if sequence is None:
             return None
         self._finish(sequence, reason)
-        return TokenOutput(request_id=request_id, finish_reason=reason, num_cached_tokens=sequence.num_cached)
+        return TokenOutput(
+            request_id=request_id,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached,
+            timing=sequence.timing(),
+        )
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self.waiting or self.running)
+
+    @property
+    def needs_last_tokens(self) -> bool:
+        """Whether a running sequence is left out of steps until the launched one is committed, see `Constraint.follows`."""
+        return any(sequence.status is Status.RUNNING and sequence.needs_last_token for sequence in self._constrained)
+
+    def _wait(self, sequence: Sequence) -> None:
+        _put(self.waiting, sequence)
+        self.num_waiting_tokens += sequence.num_prompt
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
@@ -141,17 +188,19 @@ class Scheduler:
             num_tokens = len(sequence.tokens) + sequence.num_inflight
             if num_tokens >= sequence.max_num_tokens:
                 continue  # a token in flight is certainly its last: computing more would be thrown away
+            if sequence.constraint is not None and sequence.needs_last_token:
+                continue
             start = sequence.num_computed
             length = num_tokens - start
             if length > 1:
-                length = self._chunk(sequence, min(length, budget - max(0, len(self.running) - index - 1)))
+                length = self._prefixes.chunk(sequence, min(length, budget - max(0, len(self.running) - index - 1)))
             self.cache.trim(sequence, start)
             # An older sequence that waits for pages gets them first. It waits rather than preempts while pages are about to come.
             while not short and not self.cache.has_room(sequence, start + length):
                 if self._leaving or self.running[-1] is sequence:
                     short = True
                 else:
-                    preempted.append(self._preempt_youngest())
+                    preempted.append(self._preempt_last())
             if short and not self._has_pages(sequence, start + length):
                 continue
             self.cache.grow(sequence, start + length)
@@ -168,7 +217,7 @@ class Scheduler:
             if sequence.num_launched:  # preempted, and the step that still names it is under way
                 break
             num_tokens = len(sequence.tokens)
-            match = self._match(sequence)
+            match = self._prefixes.match(sequence)
             # Room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work. So does
             # taking the pages of a prompt whose chunk ended early, which others are admitted behind.
             unfinished = [one for one in self.running if one.num_computed < len(one.tokens)]
@@ -176,36 +225,21 @@ class Scheduler:
             if not self.cache.has_room_for(match, num_tokens, self.max_num_batched_tokens, promised):
                 break
             self.waiting.popleft()
+            self.num_waiting_tokens -= sequence.num_prompt
             self.cache.hold(sequence, match)
             num_cached = match.num_pages * self.cache.page_size
-            if not sequence.num_preemptions:
-                sequence.num_cached = num_cached
-                self.stats.prefix_queries += num_tokens
-                self.stats.prefix_hits += num_cached
+            if sequence.admitted is None:
+                sequence.admitted, sequence.num_cached = time.monotonic(), num_cached
+                if self._prefixes.may_read(sequence):
+                    self.stats.prefix_queries += num_tokens
+                    self.stats.prefix_hits += num_cached
             sequence.num_computed, sequence.branch = num_cached, match.num_pages_seen * self.cache.page_size
-            length = self._chunk(sequence, min(num_tokens - num_cached, budget))
+            length = self._prefixes.chunk(sequence, min(num_tokens - num_cached, budget))
             self.cache.grow(sequence, num_cached + length)
             sequence.slot, sequence.status = self._free_slots.pop(), Status.RUNNING
-            self.running.append(sequence)
+            _put(self.running, sequence)
             budget -= length
             scheduled.append(self._launch(sequence, length, match.snapshot, is_first=True))
-
-    def _match(self, sequence: Sequence) -> Match:
-        if not self.enable_prefix_caching:
-            return self.cache.nothing()
-        return self.cache.match(self._hashes(sequence, len(sequence.tokens) - 1))
-
-    def _chunk(self, sequence: Sequence, length: int) -> int:
-        """How many of the next `length` tokens to compute now. Recurrent state can be gone on from only where a chunk ended at the end of a
-        page, so one ends at the last page of a prompt, where the cache has seen prompts part ways, and wherever it is cut short."""
-        if not self._takes_snapshots:
-            return length
-        start, size, num_known = sequence.num_computed, self.cache.page_size, len(sequence.tokens)
-        end = start + length
-        if end < num_known and end // size * size > start:
-            end = end // size * size
-        last = (num_known - 1) // size * size
-        return min(cut for cut in (end, sequence.branch, last) if start < cut <= end) - start
 
     def _launch(self, sequence: Sequence, length: int, restore: int = -1, is_first: bool = False) -> Scheduled:
         start, num_known = sequence.num_computed, len(sequence.tokens)
@@ -214,51 +248,21 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_launched += 1
         sequence.num_inflight += samples
-        snapshot = self._take_snapshot(sequence, end)
+        snapshot = self._prefixes.take_snapshot(sequence, end)
         if start < num_known:
-            self.stats.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - start)
+            known = min(end, sequence.num_prompt)
+            self.stats.prompt_tokens_computed += max(0, known - start)
+            sequence.num_prompt_computed = max(sequence.num_prompt_computed, known - sequence.num_cached)
             # Attention writes a step's keys and values before it reads any, so pages may be shared from this very step on.
-            self._seal(sequence)
+            self._prefixes.seal(sequence)
         return Scheduled(sequence, start, length, samples, restore, snapshot, is_first)
-
-    @property
-    def _takes_snapshots(self) -> bool:
-        return self.enable_prefix_caching and self.cache.snapshots is not None and self.cache.snapshots.num_rows > 0
-
-    def _take_snapshot(self, sequence: Sequence, end: int) -> int:
-        if not self._takes_snapshots or end % self.cache.page_size:
-            return -1
-        assert self.cache.snapshots is not None
-        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
-        is_passing = end > sequence.num_prompt or end not in (sequence.branch, last)
-        return self.cache.snapshots.take(sequence, end, is_passing)
-
-    def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Content hashes of the full pages among the first `num_tokens` tokens, which must be known."""
-        size, hashes = self.cache.page_size, sequence.page_hashes
-        for page in range(len(hashes), num_tokens // size):
-            parent = hashes[-1] if hashes else b""
-            hashes.append(
-                hash_page(parent, sequence.tokens[page * size : (page + 1) * size], sequence.request.cache_salt)
-            )
-        return hashes[: num_tokens // size]
-
-    def _seal(self, sequence: Sequence) -> None:
-        """Offers the pages that are full of known and computed tokens to the prefix cache."""
-        num_tokens = min(sequence.num_computed, len(sequence.tokens))
-        if num_tokens // self.cache.page_size == sequence.num_sealed or not self.enable_prefix_caching:
-            return
-        hashes = self._hashes(sequence, num_tokens)
-        self.cache.seal(sequence, hashes)
-        if self.cache.snapshots is not None:
-            self.cache.snapshots.seal(sequence, hashes, self.cache.page_size)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
-    def _preempt_youngest(self) -> Sequence:
-        """Takes the youngest running sequence's pages; it will recompute them. The queue stays in order of arrival."""
+    def _preempt_last(self) -> Sequence:
+        """Takes the pages of the running sequence that is last in order; it will recompute them."""
         sequence = self.running.pop()
-        self.waiting.appendleft(sequence)
+        self._wait(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -270,6 +274,8 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_prompt
+        self._constrained.pop(sequence, None)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         self.stats.finished[reason.value] += 1
         del self._by_id[sequence.request.id]
@@ -289,47 +295,30 @@ class Scheduler:
     # ---- committing -------------------------------------------------------------------------------------------------
 
     def commit(self, output: SchedulerOutput, sampled: Seq[SampledToken | None]) -> list[TokenOutput]:
-        """Takes the results of the oldest launched step, one entry per scheduled row (None where nothing was sampled)."""
-        outputs = []
+        """Takes the results of the oldest launched step, one entry per scheduled row (None where it brought nothing)."""
+        outputs, now = [], time.monotonic()
         for item, result in zip(output.scheduled, sampled, strict=True):
             sequence = item.sequence
             sequence.num_launched -= 1
+            if result is not None and result.prompt_logprobs:
+                sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
             if item.samples:
                 sequence.num_inflight -= 1
                 if sequence.finish_reason is None:
                     assert result is not None
-                    outputs.append(self._append(sequence, result))
+                    outputs.append(self._append(sequence, result, now))
             if not sequence.num_launched and sequence in self._leaving:
                 self._leave(sequence)
-        self.stats.generated += len(outputs)
+        self.stats.generated += sum(len(output.token_ids) for output in outputs)
         return outputs
 
-    def _append(self, sequence: Sequence, result: SampledToken) -> TokenOutput:
-        token_id, request = result.token_id, sequence.request
-        assert token_id is not None
-        if token_id < 0:
-            self._finish(sequence, FinishReason.ERROR)
-            return TokenOutput(request_id=request.id, finish_reason=FinishReason.ERROR, error=NOT_A_NUMBER)
-        sequence.tokens.append(token_id)
-        self._seal(sequence)
-        reason, stop_token_id = None, None
-        if token_id in request.eos_token_ids and not request.params.ignore_eos:
-            reason = FinishReason.STOP
-        elif token_id in request.params.stop_token_ids:
-            reason, stop_token_id = FinishReason.STOP, token_id
-        elif len(sequence.tokens) >= sequence.max_num_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(sequence, reason)
-        return TokenOutput(
-            request_id=request.id,
-            token_ids=(token_id,),
-            logprobs=None if result.logprobs is None else (result.logprobs,),
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            ended_by_token=reason is FinishReason.STOP,
-            num_cached_tokens=sequence.num_cached,
-        )
+    def _append(self, sequence: Sequence, result: SampledToken, now: float) -> TokenOutput:
+        output = take_token(sequence, result, now)
+        self._prefixes.seal(sequence)
+        if output.finish_reason is not None:
+            self.stats.num_not_numbers += result.token_id == NOT_A_NUMBER_ID
+            self._finish(sequence, output.finish_reason)
+        return output
 
     def check(self) -> None:
         """Checks every invariant; for tests and for an idle engine.
@@ -343,7 +332,10 @@ class Scheduler:
         assert sorted([*slots, *self._free_slots]) == list(range(self.num_slots)), "slots leaked or are held twice"
         assert len(self.running) <= self.max_num_seqs
         if self.cache.snapshots is None:  # otherwise chunks end early, and others are admitted behind them
-            assert all(sequence.num_tokens - sequence.num_computed == 1 for sequence in self.running[:-1])
+            assert sum(sequence.num_tokens - sequence.num_computed != 1 for sequence in self.running) <= 1
+        for queue in (self.running, self.waiting):
+            assert list(queue) == sorted(queue, key=_ORDER)
+        assert self.num_waiting_tokens == sum(sequence.num_prompt for sequence in self.waiting)
         assert {*self.running, *self.waiting} == set(self._by_id.values())
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
         assert all(sequence.status is Status.WAITING for sequence in self.waiting)

@@ -47,7 +47,7 @@ class SampledToken:
     """What the device brought for one scheduled row.
 
     Attributes:
-      token_id: sampled; -1 says that the logits were not numbers, None that the row samples nothing.
+      token_id: sampled; `NOT_A_NUMBER_ID` or `NOTHING_ALLOWED_ID` where nothing could be, None where the row samples nothing.
       prompt_logprobs: of the tokens at positions `start + 1` up to `start + length` that belong to the prompt, when the request asked.
     """
 
@@ -58,9 +58,14 @@ class SampledToken:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start; tokens unless said otherwise."""
+    """Counters since the start; tokens unless said otherwise.
+
+    Attributes:
+      num_not_numbers: requests that ended because the model's output was not a number.
+    """
 
     num_preemptions: int = 0
+    num_not_numbers: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens_computed: int = 0

@@ -29,6 +29,7 @@ class ChatTemplate:
 
     Attributes:
       variables: names that the template looks up, to tell a request's unknown template variables from known ones.
+      source: the text of the template, of all of them if there are several.
     """
 
     def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str]):
@@ -40,6 +41,7 @@ class ChatTemplate:
         if "default" not in named:
             raise ConfigError(f"None of the chat templates ({', '.join(named) or 'there are none'}) is named default.")
         environment = _make_environment()
+        self.source = "\n".join(named.values())
         self._special_tokens = dict(special_tokens)
         try:
             trees = {name: environment.parse(text) for name, text in named.items()}
@@ -72,7 +74,7 @@ class ChatTemplate:
         """The prompt's text, special tokens written out, so it is to be encoded without adding more.
 
         Args:
-          messages: as in the chat API. Text parts are joined by newlines; `arguments` of tool calls that are JSON objects in a string
+          messages: as in the chat API. The role developer reads system where the template does not mention it. Text parts are joined by newlines; `arguments` of tool calls that are JSON objects in a string
             become mappings, which many templates iterate over; `reasoning` is also shown as `reasoning_content` and the other way.
           add_generation_prompt: end with the opening of the assistant's turn.
           continue_final_message: end exactly with the final message's content instead, so that the model continues it.
@@ -81,6 +83,11 @@ class ChatTemplate:
         Raises `InvalidRequest` when the template refuses the messages (in its own words) or cannot render them.
         """
         shown = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if "developer" not in self.source:
+            # Most templates leave out turns of a role that they do not know.
+            for message in shown:
+                if message.get("role") == "developer":
+                    message["role"] = "system"
         end_mark = ""
         if continue_final_message:
             # Templates decide what follows a message, and some trim it. A mark glued to its end survives both; the cut is there.

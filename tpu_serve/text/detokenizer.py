@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tpu_serve.text.tokenizer import Tokenizer
@@ -36,8 +36,10 @@ class Detokenizer:
         those completed by the same character the first in the list. The text ends before the match.
       include_stop_str_in_output: the text ends after the match instead.
       skip_special_tokens: special tokens give no text. A stop string that is the text of a special token still stops at that token.
+      shown_token_ids: special tokens that give text all the same.
       prompt_token_ids: what precedes the first generated token. It only decides whether that one starts a text, where
         SentencePiece vocabularies drop a space; bytes of a character left open by the prompt are not joined with the answer.
+      min_tokens: a stop string that so many first tokens complete is text like any other; it may begin in them.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        shown_token_ids: Collection[int] = (),
         prompt_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ):
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._include_stop = include_stop_str_in_output
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids.difference(shown_token_ids) if skip_special_tokens else frozenset()
         self._stop_of_token: dict[int, str] = {}
         for text in self._stop:
             token_id = tokenizer.token_id(text)
@@ -60,6 +64,9 @@ class Detokenizer:
                 self._stop_of_token[token_id] = text
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        self._num_passed = 0  # leading characters of the held text at whose ends nothing stops
+        self._num_gated = min_tokens if self._stop else 0
+        self._is_last_gated = False
         self._matched: str | None = None
         self._ended = False
         self._num_spaces_to_drop = tokenizer.num_leading_spaces_dropped
@@ -79,14 +86,17 @@ class Detokenizer:
             return TextDelta("", self._matched, 0)
         shown: list[str] = []
         for index, token_id in enumerate(token_ids):
-            if token_id in self._stop_of_token:
+            is_gated = self._num_gated > 0
+            if token_id in self._stop_of_token and not is_gated:
                 self._end_at_token(self._stop_of_token[token_id], shown)
             else:
-                self._advance(self._text_of(token_id), shown)
+                self._advance(self._text_of(token_id), shown, is_gated)
             if self._ended:
                 return TextDelta("".join(shown), self._matched, index + 1)
+            self._is_last_gated = is_gated
+            self._num_gated -= is_gated
         if finished:
-            self._advance(self._utf8.decode(b"", final=True), shown)
+            self._advance(self._utf8.decode(b"", final=True), shown, self._is_last_gated)
             if not self._ended:
                 shown.append(self._held)
                 self._ended = True
@@ -109,14 +119,19 @@ class Detokenizer:
             text += self._utf8.decode(b"", final=True)
         return text
 
-    def _advance(self, text: str, shown: list[str]) -> None:
-        """Appends to `shown` what `text` makes safe to show, and ends the sequence at the first completed stop string."""
+    def _advance(self, text: str, shown: list[str], is_gated: bool = False) -> None:
+        """Appends to `shown` what `text` makes safe to show, and ends the sequence at the first completed stop string unless it is gated."""
         if not self._stop:
             shown.append(text)
             return
         # Whatever was shown before cannot be part of a match, so the held text and the new one are all there is to search.
         text = self._held + text
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        passed = len(text) if is_gated else self._num_passed
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stop
+            if (start := text.find(stop, max(0, passed - len(stop) + 1))) >= 0
+        ]
         if matches:
             # min keeps the first of equals, which is the list's order
             end, start, stop = min(matches, key=lambda match: match[0])
@@ -126,6 +141,7 @@ class Detokenizer:
         num_held = max(_num_overlapping(text, stop) for stop in self._stop)
         shown.append(text[: len(text) - num_held])
         self._held = text[len(text) - num_held :]
+        self._num_passed = max(0, passed - (len(text) - num_held))
 
     def _end_at_token(self, stop: str, shown: list[str]) -> None:
         """Ends the sequence before a special token, which like any token closes the character that was incomplete."""

@@ -19,6 +19,7 @@ import tokenizers
 
 from tpu_serve.config import ConfigError
 from tpu_serve.request import InvalidRequest
+from tpu_serve.text.longest_token import characters_per_token
 
 
 class Tokenizer:
@@ -28,6 +29,8 @@ class Tokenizer:
       vocab_size: highest token id plus one, added tokens included. The model's embedding is often wider.
       special_ids: ids of the special tokens, which `skip_special_tokens` leaves out of a text.
       special_tokens: text of the named special tokens that exist (`bos_token`, `eos_token`, `pad_token`, ...), for templates.
+      characters_per_token: no text has fewer tokens than its characters divided by this; None where that cannot be said.
+      settings: the folder's tokenizer_config.json, empty where there is none.
       chat_template_source: the folder's chat template, or its templates by name, or None.
       num_leading_spaces_dropped: spaces that a text loses at its very start (SentencePiece vocabularies write one there).
     """
@@ -38,6 +41,7 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         chat_template_source: str | dict[str, str] | None = None,
+        settings: dict[str, Any] | None = None,
     ):
         """Owns `backend` from now on. Raises `ConfigError` for a decoder whose tokens do not stand for bytes."""
         backend.no_truncation()
@@ -47,6 +51,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_tokens = special_tokens or {}
         self.chat_template_source = chat_template_source
+        self.settings = settings or {}
+        self.characters_per_token = characters_per_token(backend)
         self._backend = backend
         self._decoder = _Decoder.read(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
         self.num_leading_spaces_dropped = self._decoder.num_leading_spaces
@@ -70,7 +76,7 @@ class Tokenizer:
         chat_template = _read_chat_template(folder, config)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            return cls(backend, special_tokens=special_tokens, chat_template_source=chat_template)
+            return cls(backend, special_tokens=special_tokens, chat_template_source=chat_template, settings=config)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{path} cannot be used: {error}") from error
 

@@ -220,8 +220,8 @@ def choose_backend(
     planner = Planner(layer_of(config, dtype), mesh.size, chip, policy, rows)
     planner.plan(1)  # refuses what no number of tokens can change
     name = options.moe_backend
-    shown = others[name].name if name in others else name
-    logger.info("MoE backend: %s%s", shown, " (the fastest for each number of tokens)" if name == "auto" else "")
+    if name != "auto":  # otherwise the plans say it
+        logger.info("MoE backend: %s", others[name].name if name in others else name)
     return Planned(planner, fused, others)
 
 
