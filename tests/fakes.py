@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import socket
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 from tpu_serve.server.app import create_app
+from tpu_serve.server.listening import http_config, listening, tls_options, url_of
 from tpu_serve.server.run import serve
 from tpu_serve.server.state import ServerState
 from tpu_serve.text.tokenizer import Tokenizer
@@ -98,26 +98,42 @@ class FakeRunner:
         pass
 
     def _sample(self, item: Any) -> SampledToken | None:
+        request, prompt_logprobs = item.sequence.request, self._prompt_logprobs(item)
         if not item.samples:
-            return None
-        request = item.sequence.request
-        token = self.script(request, item.start + item.length - len(request.prompt_token_ids))
+            return SampledToken(None, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        script = saying(*request.forced_token_ids) if request.forced_token_ids else self.script
+        token = script(request, item.start + item.length - len(request.prompt_token_ids))
         count = request.params.logprobs
         if count is None:
-            return SampledToken(token)
+            return SampledToken(token, prompt_logprobs=prompt_logprobs)
+        return SampledToken(token, self._logprobs(token, count), prompt_logprobs)
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The token is always the most probable one, and those after it follow."""
         top = tuple(((token + step) % VOCAB_SIZE, self.logprob - step) for step in range(count))
-        return SampledToken(token, TokenLogprobs(token, self.logprob, top))
+        return TokenLogprobs(token, self.logprob, top)
+
+    def _prompt_logprobs(self, item: Any) -> tuple[TokenLogprobs, ...]:
+        request = item.sequence.request
+        count = request.params.prompt_logprobs
+        if count is None:
+            return ()
+        tokens = request.prompt_token_ids[item.start + 1 : item.start + item.length + 1]
+        return tuple(self._logprobs(token, count) for token in tokens)
 
 
-def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """Token b is byte b."""
+def byte_tokenizer(
+    template: str | None = TEMPLATE, specials: tuple[str, ...] = (), pieces: tuple[str, ...] = ()
+) -> Tokenizer:
+    """Token b is byte b; further special tokens get the ids from 258 on, and tokens of several letters those after them."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     further = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
     vocabulary = {chr(byte) if chr(byte) in alphabet else next(further): byte for byte in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<|im_start|>")])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_end|>", "<|im_start|>", *specials)])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in pieces])
     return Tokenizer(backend, chat_template_source=template)
 
 
@@ -126,24 +142,32 @@ def fake_engine(
     runner: FakeRunner | None = None,
     template: str | None = TEMPLATE,
     max_num_queued: int = 64,
+    max_num_queued_tokens: int | None = None,
     num_pages: int = 129,
+    scheduling_policy: str = "fcfs",
+    specials: tuple[str, ...] = (),
+    pieces: tuple[str, ...] = (),
+    max_model_len: int = MAX_MODEL_LEN,
     **defaults: Any,
 ) -> Engine:
     """An engine over the fake runner; `defaults` are the model's sampling defaults."""
     scheduler = Scheduler(
-        Cache([PagePool(num_pages, 8)]), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN
+        Cache([PagePool(num_pages, 8)]), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=max_model_len
     )
     info = ModelInfo(
         name="fake",
         architecture="FakeForCausalLM",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({END}),
         default_params=defaults,
         max_num_queued=max_num_queued,
+        max_num_queued_tokens=max_num_queued_tokens,
+        scheduling_policy=scheduling_policy,
     )
-    core = EngineCore(scheduler, runner or FakeRunner())
-    return Engine(EngineConfig(), info, Intake(info), core, byte_tokenizer(template), {("ragged", "none"): 3})
+    core, tokenizer = EngineCore(scheduler, runner or FakeRunner()), byte_tokenizer(template, specials, pieces)
+    intake = Intake(info, tokenizer=tokenizer)
+    return Engine(EngineConfig(), info, intake, core, tokenizer, {("ragged", "none"): 3})
 
 
 @dataclass
@@ -211,8 +235,9 @@ async def serving(
         try:
             yield Served(app, state, client, engine, engine.core.runner)
         finally:
+            engine.core.runner.hangs.clear()
             if state.service is not None:
-                await asyncio.to_thread(state.service.frontend.close)
+                await asyncio.to_thread(state.service.close)
 
 
 def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -271,33 +296,32 @@ class RawRequest:
 
 
 @contextlib.contextmanager
-def live_server(**engine_options: Any) -> Iterator[tuple[str, FakeRunner]]:
-    """A server on a real port, in a thread. Yields its URL."""
+def live_server(config: ServerConfig | None = None, **engine_options: Any) -> Iterator[tuple[str, FakeRunner]]:
+    """A server on a real port, or where `config` says, in a thread. Yields its URL."""
     engine = fake_engine(**engine_options)
-    config = ServerConfig()
-    listener = socket.create_server(("127.0.0.1", 0))
+    config = config or ServerConfig(port=0)
     ready = threading.Event()
     servers: list[uvicorn.Server] = []
 
     async def main() -> None:
         state = ServerState(config, ("tiny",), "fake/root")
         state.ready(engine)
-        server = uvicorn.Server(uvicorn.Config(create_app(config, state), log_config=None, lifespan="off", ws="none"))
+        server = uvicorn.Server(http_config(create_app(config, state), config, tls_options(config)))
         servers.append(server)
         ready.set()
         await server.serve(sockets=[listener])
         assert state.service is not None
-        await asyncio.to_thread(state.service.frontend.close)
+        await asyncio.to_thread(state.service.close)
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    assert ready.wait(10)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine.core.runner
-    finally:
-        servers[0].should_exit = True
-        thread.join(10)
-        listener.close()
+    with listening(config) as listener:
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        assert ready.wait(10)
+        try:
+            yield url_of(listener, config), engine.core.runner
+        finally:
+            servers[0].should_exit = True
+            thread.join(10)
 
 
 def fake_build(

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+"""Every generated token is looked for among them."""
 MAX_BIASES = 512
 """Most entries that the device adds to one row's logits: logit_bias, banned tokens and the stop tokens that min_tokens forbids."""
 MAX_BAD_WORDS = 128
@@ -144,6 +146,11 @@ class SamplingParams:
             raise InvalidRequest("stop", "stop must hold non-empty strings.")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "stop strings are found in the text, which detokenize = false leaves out.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                "stop_token_ids",
+                f"stop_token_ids holds {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed.",
+            )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logprobs is not None:

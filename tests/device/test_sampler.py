@@ -74,6 +74,12 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept():
     assert np.isfinite(run_filter(logits, rows(top_k=2)))[0].tolist() == [True] * 3 + [False] * 34
 
 
+def test_a_top_p_that_float32_cannot_hold_keeps_the_most_probable_token():
+    logits = some_logits()
+    sampled = run(logits, rows(top_p=[1e-50, 1e-44, 1e-39, 1e-37, 1e-9]), VOCABULARY)
+    np.testing.assert_array_equal(sampled.token_ids, logits.argmax(axis=1))
+
+
 def test_each_row_has_its_own_parameters():
     logits = some_logits()
     kept = np.isfinite(run_filter(logits, rows(top_k=[1, 2, 3, 0, 5], top_p=[1, 1, 1, 0.5, 1])))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from sampling_reference import (
     make_row,
 )
 
-from tpu_serve.device.sampler_state import MOST_COUNTED
+from tpu_serve.device.sampler_state import MOST_COUNTED, num_bytes
 from tpu_serve.request import MAX_BIASES, NOT_A_NUMBER_ID, NOTHING_ALLOWED_ID, Bias
 
 PROMPT = (3, 5, 5, 9)
@@ -126,6 +127,11 @@ def test_a_row_that_asks_for_nothing_is_unchanged_beside_rows_that_ask_for_every
     np.testing.assert_array_equal(edited[[0, 2]], logits[[0, 2]])
     _, alone = driver.step(logits[[0, 2]], plain)
     assert sampled.token_ids[[0, 2]].tolist() == alone.token_ids.tolist()
+
+
+def test_bytes_are_those_of_the_arrays(driver):
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(driver.state))
+    assert num_bytes(SLOTS, VOCABULARY) == held
 
 
 def test_only_rows_with_penalties_are_counted(driver):

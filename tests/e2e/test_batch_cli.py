@@ -43,24 +43,31 @@ def files(tmp_path):
 def test_one_bad_line_is_one_error_line(files):
     source, output = files
     count = json.dumps({"custom_id": "c", "method": "POST", "url": "/tokenize", "body": {"prompt": "Hello", "oops": 1}})
-    source.write_text("\n".join([chat("a", "Hello"), '{"custom_id":', text("b", "Once upon"), count]) + "\n")
+    asked = {"input": "Hello", "temperature": 0, "max_output_tokens": 8}
+    response = json.dumps({"custom_id": "d", "method": "POST", "url": "/v1/responses", "body": asked})
+    lines = [chat("a", "Hello"), '{"custom_id":', text("b", "Once upon"), count, response]
+    source.write_text("\n".join(lines) + "\n")
     done = run("-i", source, "-o", output)
     assert done.returncode == 1, done.stderr
     results = read(output)
-    assert [result["custom_id"] for result in results] == ["a", None, "b", "c"]
-    assert [result["response"]["status_code"] for result in results] == [200, 400, 200, 200]
+    assert [result["custom_id"] for result in results] == ["a", None, "b", "c", "d"]
+    assert [result["response"]["status_code"] for result in results] == [200, 400, 200, 200, 200]
     assert "Line 2" in results[1]["error"]["message"]
     assert results[0]["response"]["body"]["object"] == "chat.completion"
     assert results[2]["response"]["body"]["object"] == "text_completion"
     tokens = results[3]["response"]["body"]
     assert tokens["count"] == len(tokens["tokens"]) > 0
     assert tokens["ignored_fields"] == ["oops"]
+    responded = results[4]["response"]["body"]
+    said = results[0]["response"]["body"]["choices"][0]["message"]["content"]
+    assert responded["output"][0]["content"][0]["text"] == said, "the same question gets the same answer"
     assert not done.stdout
     summary = json.loads(done.stderr.splitlines()[-1])
     usages = [results[place]["response"]["body"]["usage"] for place in (0, 2)]
-    assert (summary["requests"], summary["failed"]) == (4, 1)
-    assert summary["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
-    assert summary["completion_tokens"] == sum(usage["completion_tokens"] for usage in usages)
+    assert (summary["requests"], summary["failed"]) == (5, 1)
+    own = responded["usage"]
+    assert summary["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages) + own["input_tokens"]
+    assert summary["completion_tokens"] == sum(usage["completion_tokens"] for usage in usages) + own["output_tokens"]
 
 
 def test_pipes_and_every_choice():

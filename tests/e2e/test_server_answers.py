@@ -240,12 +240,12 @@ async def test_log_probabilities():
             "token_logprobs": [-0.25] * 5,
             "top_logprobs": [
                 {"a": -0.25, "b": -1.25},
-                {"\ufffd": -0.25},
-                {"\ufffd": -0.25},
-                {"\ufffd": -0.25},
+                {"\ufffd": -0.25, "token_id:227": -1.25},
+                {"\ufffd": -0.25, "token_id:129": -1.25},
+                {"\ufffd": -0.25, "token_id:157": -1.25},
                 {"<|im_end|>": -0.25, "<|im_start|>": -1.25},
             ],
-            "text_offset": [0, 1, 2, 3, 4],
+            "text_offset": [0, 1, 1, 1, 2],
         }
         answer = await served.complete(logprobs=0)
         assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"a": -0.25}

@@ -78,8 +78,61 @@ def test_errors_become_the_clients_own(client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, presence_penalty=1)
+        client.chat.completions.create(model="tiny", messages=MESSAGES, presence_penalty=3)
     assert refused.value.param == "presence_penalty"
+
+
+def test_how_each_status_reaches_the_client(server: tuple[openai.OpenAI, FakeRunner]):
+    """Status, kind of exception, its code (a string, whatever was sent), and how many calls the client makes."""
+    url = str(server[0].base_url).removesuffix("v1/")
+    cases: list[tuple[str, dict[str, Any], type[openai.APIStatusError], str, int]] = [
+        ("v1/completions", {"prompt": "x", "top_p": 2}, openai.BadRequestError, "400", 1),
+        ("v1/completions", {"prompt": "x", "model": "other"}, openai.NotFoundError, "404", 1),
+        ("v1/nothing", {}, openai.NotFoundError, "404", 1),
+        ("v1/embeddings", {}, openai.InternalServerError, "501", 1),
+        ("stop_profile", {}, openai.InternalServerError, "501", 1),
+    ]
+    for path, body, kind, code, num_calls in cases:
+        calls: list[str] = []
+        with openai.OpenAI(base_url=url, api_key="none", _strict_response_validation=True) as client:
+            client._client.event_hooks = {"request": [lambda request, calls=calls: calls.append(str(request.url))]}
+            with pytest.raises(kind) as refused:
+                client.post(f"/{path}", body=body, cast_to=object)
+        assert refused.value.code == code
+        assert refused.value.body["reason"]
+        assert len(calls) == num_calls, path
+
+
+def test_a_failure_inside_a_stream_is_an_exception_after_what_came_before(
+    client: openai.OpenAI, server: tuple[openai.OpenAI, FakeRunner]
+):
+    server[1].script = saying("ab", -1)
+    for kind in ("chat", "text"):
+        if kind == "chat":
+            chunks = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        else:
+            chunks = client.completions.create(model="tiny", prompt="hi", stream=True)
+        seen = 0
+        with pytest.raises(openai.APIError) as failed:
+            for _ in chunks:
+                seen += 1
+        assert seen >= 2
+        assert failed.value.body["reason"] == "request_failed"
+        assert failed.value.code == "500"
+
+
+def test_wrong_keys_and_comments_in_streams():
+    config = ServerConfig(port=0, api_key=("key",), sse_keep_alive_interval=0.02)
+    with live_server(config, runner=FakeRunner(saying("abc"), seconds=0.1)) as (url, _):
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError) as refused,
+        ):
+            client.models.list()
+        assert refused.value.code == "invalid_api_key"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="key") as client:
+            chunks = list(client.completions.create(model="tiny", prompt="hi", stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
 
 
 def test_a_client_that_closes_its_stream_frees_the_engine(
@@ -137,7 +190,8 @@ async def test_the_same_answers_without_http():
                 given = {**body, "request_id": "me"}
                 over_http = (await served.post(path, given)).json()
                 without = await create(given, service)
-                assert {**without, "created": 0} == {**over_http, "created": 0}
+                same = {"created": 0, "metrics": None}
+                assert {**without, **same} == {**over_http, **same}
                 assert (await create(body, service, "you"))["id"].endswith("-you")
                 chunks = [chunk async for chunk in stream(given, service)]
                 expected = await served.events(path, **given)
@@ -161,4 +215,4 @@ async def test_the_same_answers_without_http():
         await chunks.aclose()
         assert service.frontend.num_live == 0
     finally:
-        await asyncio.to_thread(service.frontend.close)
+        await asyncio.to_thread(service.close)

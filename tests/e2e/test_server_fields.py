@@ -193,6 +193,9 @@ async def test_tokenize_and_detokenize():
         for path, body, param in (
             ("/detokenize", {"tokens": [258]}, "tokens"),
             ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": [2**63 - 1]}, "tokens"),
+            ("/detokenize", {"tokens": [2**63]}, "tokens"),
+            ("/detokenize", {"tokens": [True]}, "tokens"),
             ("/detokenize", {"tokens": ["a"]}, "tokens"),
             ("/detokenize", {}, "tokens"),
             ("/tokenize", {}, "prompt"),

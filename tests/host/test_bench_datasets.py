@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from fakes import byte_tokenizer
 
 from tpu_serve.bench.serving.datasets import make_prompts
-from tpu_serve.bench.serving.prompts import DatasetOptions
+from tpu_serve.bench.serving.prompts import DatasetOptions, Texts
 from tpu_serve.config import EMBEDDED_MODEL, ConfigError
 from tpu_serve.text.tokenizer import Tokenizer
 
@@ -38,6 +39,15 @@ def test_random_prompts_have_the_length_asked_for(tokenizer):
     assert all(prompt.text.startswith(shared) for prompt in prompts)
     assert prompts == make_prompts(options, 20, tokenizer, seed=1)
     assert prompts != make_prompts(options, 20, tokenizer, seed=2)
+
+
+def test_tokens_that_are_read_back_as_fewer_are_filled_up(tokenizer):
+    texts = Texts(tokenizer, np.random.default_rng(0))
+    letters = [tokenizer.token_id(letter) for letter in "theandthethatwithhave"]
+    assert len(tokenizer.encode(tokenizer.decode(letters), add_special_tokens=False)) < len(letters)
+    text, num_tokens = texts.of_length(letters)
+    assert num_tokens == len(letters) == len(tokenizer.encode(text, add_special_tokens=False))
+    assert text.startswith("theandthe")
 
 
 def test_a_spread_of_lengths():

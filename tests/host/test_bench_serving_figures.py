@@ -22,7 +22,7 @@ def timeline():
             Outcome(100.0, [100.5, 100.7, 101.1], prompt_tokens=10, output_tokens=3, end=101.2),  # TPOT (1.1 - 0.5) / 2
             Outcome(100.0, [100.2], prompt_tokens=20, output_tokens=1, end=100.2),
             Outcome(101.2, [101.6, 103.2], prompt_tokens=30, output_tokens=5, end=103.2),  # TPOT 1.6 / 4
-            Outcome(101.3, [101.4, 101.5], prompt_tokens=40, output_tokens=2, end=102.0, cause="HTTP 500", error="x"),
+            Outcome(101.2, [101.4, 101.5], prompt_tokens=40, output_tokens=2, end=102.0, cause="HTTP 500", error="x"),
         ],
         started=100.0,
         seconds=4.0,
@@ -47,7 +47,7 @@ def test_every_figure_of_a_timeline():
     assert found.goodput == 1 / 4
     # Second 0 has three chunks of a token each, second 1 one of those and one that carries half of 5 tokens.
     assert found.peak_output == pytest.approx(3.5)
-    assert found.peak_concurrency == 2, "the third began as the first ended"
+    assert found.peak_concurrency == 2, "two began as the first ended"
     assert found.tokens_per_chunk == pytest.approx(9 / 6)
 
 
@@ -115,6 +115,8 @@ def test_all_at_once_and_ramps():
     assert np.diff([0, *linear]) == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
     exponential = Arrivals(ramp_up="exponential", start_rate=1, end_rate=16, **steady).delays(5, 0)
     assert np.diff([0, *exponential]) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16])
+    even = Arrivals(ramp_up="linear", start_rate=9.99, end_rate=10, burstiness=4.0).delays(5000, 0)
+    assert even[-1] / 5000 == pytest.approx(0.1, rel=0.03), "the mean gap is 1 / rate whatever the burstiness"
     assert all(map(math.isfinite, Arrivals(ramp_up="linear", start_rate=0, end_rate=5).delays(4, 0)))
 
 
@@ -210,7 +212,7 @@ tpu_serve:compile_total{phase="serving"} 1
 vllm:prefix_cache_hits_total{engine="0"} 777
 """
 AFTER = """
-tpu_serve:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="a"} 1.0
+tpu_serve:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="a"} 2.0
 tpu_serve:time_to_first_token_seconds_bucket{engine="0",le="0.5",model_name="a"} 4.0
 tpu_serve:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="a"} 5.0
 tpu_serve:time_to_first_token_seconds_sum{engine="0",model_name="a"} 2.05
@@ -225,8 +227,8 @@ tpu_serve:compile_total{phase="serving"} 3
 def test_differences_of_the_servers_metrics():
     side = between(Snapshot.read(BEFORE), Snapshot.read(AFTER))
     assert side.mean_ttft_ms == pytest.approx(500)
-    # Three of four lie from 0.1 to 0.5, one above: half of four is two thirds into that bucket.
-    assert side.p50_ttft_ms == pytest.approx(100 + 400 * 2 / 3)
+    # Of four, one lies below 0.1, two from there to 0.5, and one above: half of them are half into the second bucket.
+    assert side.p50_ttft_ms == pytest.approx(100 + 400 / 2)
     assert side.p99_ttft_ms == pytest.approx(500), "no more is known than that it lies above the last bound"
     assert side.kv_hit_rate == 0.5
     assert side.num_compiled == 2

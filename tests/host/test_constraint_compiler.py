@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from fakes import VOCAB_SIZE, byte_tokenizer
+from llguidance import LLParserLimits
 
 from tpu_serve.constraint import compiler as compiler_module
 from tpu_serve.constraint.check_process import CheckFailed, CheckProcess, CheckTimeout
@@ -185,6 +187,22 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_grammar_whose_limit_is_used_up_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies share the states that the library has made, so the limit on them would hold for all requests together."""
+    monkeypatch.setattr(compiler_module, "limits", lambda: LLParserLimits(max_lexer_states=1000, verbose_errors=False))
+    compiler = GrammarCompiler(byte_tokenizer(), VOCAB_SIZE, (END,))
+    try:
+        spec, generator = GrammarSpec("regex", "[ab]*a[ab]{14}"), random.Random(0)
+        for _ in range(3):
+            constraint, other = compiler.compile_now(spec, "form"), compiler.compile_now(spec, "form")
+            other.accept(ord("b"))
+            with pytest.raises(ValueError, match="too many states"):
+                for _ in range(10_000):
+                    constraint.accept(generator.choice(b"ab"))
+    finally:
+        compiler.close()
 
 
 def test_a_worker_that_hangs_is_ended_and_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

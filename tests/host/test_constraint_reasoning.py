@@ -161,3 +161,10 @@ def test_both_together() -> None:
     )
     assert constraint is not None
     assert say(constraint, [EOS, 2, 2, 2, 2, 2, 2, 2]) == [0, 2, 2, 5, 6, 1, 1, 1]
+
+
+def test_the_end_of_a_budget_frees_what_else_is_allowed() -> None:
+    """The budget stops following with the token that ends it: the mask of both is not what it was then."""
+    constraint = combine(ThinkingBudget(1, (5,), True, vocab_size=SIZE), AllowedIds([2, 3, 5], SIZE))
+    assert constraint is not None
+    assert say(constraint, [2, 2, 2, 3, 2]) == [2, 5, 2, 3, 2]

@@ -97,3 +97,10 @@ def test_what_asks_for_nothing_is_taken() -> None:
     tags = [{**TAG, "content": content, "x": None}]
     value = {"type": "triggered_tags", "triggers": ["<"], "tags": tags, "excludes": [], "stop_after_first": False}
     lark_of(GrammarSpec("structural_tag", {"type": "structural_tag", "format": value}), "p")
+
+
+def test_grammars_that_get_too_large_are_refused() -> None:
+    many = {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {}}] * 5000}
+    with pytest.raises(InvalidRequest, match="longer than") as caught:
+        lark_of(GrammarSpec("structural_tag", {"format": many}), "p")
+    assert caught.value.reason == "grammar_too_large"

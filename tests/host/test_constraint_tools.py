@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,17 +256,31 @@ def test_schemas_that_nest_too_deeply(models: dict[str, Model], name: str) -> No
         forced_calls(name, [tool], models[name].tokenizer, parallel=False)
 
 
-def test_schemas_that_are_none(models: dict[str, Model]) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_schemas_that_are_none(models: dict[str, Model], name: str) -> None:
     chain = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
-    for name in FORMATS:
-        for parameters in ({"required": "ab"}, {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": chain}):
-            tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-            try:
-                forced_calls(name, [tool], models[name].tokenizer, parallel=False)
-            except InvalidRequest as error:
-                assert error.message == "The parameters of a tool are not a JSON schema."
-            else:
-                assert "required" not in parameters
+    refused = {"hermes": 1, "harmony": 1, "json": 1, "qwen3_coder": 1, "gemma4": 3}
+    messages = []
+    for parameters in (
+        {"required": "ab"},
+        {"properties": {"a": {"type": "array", "minItems": math.inf}}},
+        {"properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": chain},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        try:
+            forced_calls(name, [tool], models[name].tokenizer, parallel=False)
+        except InvalidRequest as error:
+            messages.append(error.message)
+    assert messages == ["The parameters of a tool are not a JSON schema."] * refused[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_that_get_too_large_are_not_written_to_their_end(models: dict[str, Model], name: str) -> None:
+    properties = {f"p{index}": {"type": "string", "enum": ["x" * 50]} for index in range(20_000)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    with pytest.raises(InvalidRequest) as caught:
+        forced_calls(name, [tool], models[name].tokenizer, parallel=False).key("tools")
+    assert (caught.value.param, caught.value.reason) == ("tools", "grammar_too_large")
 
 
 def test_keys_that_are_required_and_not_described(models: dict[str, Model]) -> None:

@@ -98,6 +98,10 @@ def test_layouts():
         ({"kv_cache_memory_bytes": 2**20}, r"--kv-cache-memory-bytes gives 64. Use --max-model-len 1008 or less"),
         ({"kv_cache_memory_bytes": 1000}, r"--kv-cache-memory-bytes gives 0. Use more memory."),
         ({"param_bytes": 9 * GIB, "device_memory_utilization": 0.5}, r"0.5 leaves 8.00 GiB"),
+        (
+            {"vocab_size": 10**8},
+            r"biases of 128 slots .two for each of --max-num-seqs 64. need 23.84 GiB.*weights 13.40 GiB are free. Lower --max-num-seqs",
+        ),
         ({"num_pages": 900_000}, r"needs 13.73 GiB \(--num-pages 900000\); beside the weights 13.40 GiB are free"),
         ({"num_pages": 2_000_000}, r"2000000 pages needs 30.52 GiB.*beside the weights 13.40 GiB are free"),
         (

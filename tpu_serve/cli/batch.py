@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(batch: Batch, source: BinaryIO, engine: Engine, config: ServerConfig) -> None:
     from tpu_serve.server.chat import create_chat_completion
     from tpu_serve.server.completions import create_completion
+    from tpu_serve.server.responses import create_response
     from tpu_serve.server.service import Service
     from tpu_serve.server.tokenization import tokenize
 
@@ -124,6 +125,7 @@ async def _serve(batch: Batch, source: BinaryIO, engine: Engine, config: ServerC
     handlers = {
         "/v1/chat/completions": lambda body: create_chat_completion(body, service),
         "/v1/completions": lambda body: create_completion(body, service),
+        "/v1/responses": lambda body: create_response(body, service),
         "/tokenize": create_tokens,
     }
     try:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from tpu_serve.config import ConfigError
 from tpu_serve.request import InvalidRequest
@@ -120,10 +120,11 @@ class Result:
     def failed(self) -> bool:
         return self.status >= 400
 
-    def num_tokens(self, kind: str) -> int:
-        """Tokens that the response counts as "prompt" or "completion"."""
+    def num_tokens(self, kind: Literal["prompt", "completion"]) -> int:
+        """Tokens that the response counts as these, or as input and output."""
         usage = self.body.get("usage") or {}
-        return int(usage.get(f"{kind}_tokens") or 0)
+        other = "input" if kind == "prompt" else "output"
+        return int(usage.get(f"{kind}_tokens") or usage.get(f"{other}_tokens") or 0)
 
     def as_json(self) -> dict[str, Any]:
         error = None

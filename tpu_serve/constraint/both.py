@@ -28,9 +28,10 @@ class _All:
         return any(part.is_finished for part in self._parts)
 
     def accept(self, token_id: int) -> None:
+        followed = self.follows  # a part may stop following with this very token, and allow more from here on
         for part in self._parts:
             part.accept(token_id)
-        if self.follows:
+        if followed or self.follows:
             self.mask = intersection([part.mask for part in self._parts])
 
     def copy(self) -> _All:

@@ -125,6 +125,9 @@ class GrammarCompiler:
             grammar = self._cache.get(key)
             if grammar is None:
                 return None
+            if grammar.is_spent:  # one that is compiled anew starts with nothing learnt
+                del self._cache[key]
+                return None
             self._cache.move_to_end(key)
             return grammar.copy()
 

@@ -19,6 +19,7 @@ class Grammar:
         """Owns the matcher, which stands anywhere. Raises `ValueError` when nothing can follow there."""
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._lineage = _Lineage()
         self.mask: bytes | None = None
         self.is_finished = False
         self._look()
@@ -31,19 +32,35 @@ class Grammar:
         elif self._matcher.consume_token(token_id):
             self._look()
         else:
-            raise ValueError(f"The grammar cannot be followed any further: {short(self._matcher.get_error())}.")
+            raise self._lost()
+
+    @property
+    def is_spent(self) -> bool:
+        """The library gave up on this one or a copy. They all share what it has learnt of the grammar, and the limit of that."""
+        return self._lineage.is_spent
 
     def copy(self) -> Grammar:
         other = object.__new__(Grammar)
         other._matcher, other._vocabulary = self._matcher.deep_copy(), self._vocabulary
+        other._lineage = self._lineage
         other.mask, other.is_finished = self.mask, self.is_finished
         return other
 
     def _look(self) -> None:
         self.mask = self._vocabulary.cut(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            raise ValueError(f"The grammar cannot be followed any further: {short(self._matcher.get_error())}.")
+            raise self._lost()
         self.is_finished = self._matcher.is_stopped() or self.mask == self._vocabulary.eos_mask
+
+    def _lost(self) -> ValueError:
+        self._lineage.is_spent = True
+        return ValueError(f"The grammar cannot be followed any further: {short(self._matcher.get_error())}.")
+
+
+class _Lineage:
+    """What a grammar and its copies have in common."""
+
+    is_spent = False
 
 
 MAX_ERROR_CHARACTERS = 400

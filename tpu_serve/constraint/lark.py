@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import llguidance
 
+from tpu_serve.constraint.spec import MAX_CHARACTERS
 from tpu_serve.text.tokenizer import Tokenizer
 
 WHITESPACE = "[ \\t\\n\\r]{1,80}"
@@ -16,11 +17,16 @@ OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 ANY_TEXT = "/(?s:.*)/"
 
 
+class GrammarTooLarge(Exception):
+    """It has more than `MAX_CHARACTERS`."""
+
+
 class Rules:
     """The rules of a grammar, named as they come."""
 
     def __init__(self) -> None:
         self._rules: list[str] = []
+        self._num_characters = 0
 
     def add(self, body: str, attributes: str = "") -> str:
         """The name of a new rule."""
@@ -34,6 +40,10 @@ class Rules:
         return f"r{len(self._rules) - 1}"
 
     def fill(self, name: str, body: str, attributes: str = "") -> None:
+        """Raises `GrammarTooLarge`."""
+        self._num_characters += len(body)
+        if self._num_characters > MAX_CHARACTERS:
+            raise GrammarTooLarge
         self._rules[int(name[1:])] = f"{name}{attributes}: {body}"
 
     def until(self, end: str) -> str:

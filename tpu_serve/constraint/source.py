@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tpu_serve.constraint.lark import json_of, quoted, regex_of
-from tpu_serve.constraint.spec import GrammarSpec, parsed
+from tpu_serve.constraint.lark import GrammarTooLarge, json_of, quoted, regex_of
+from tpu_serve.constraint.spec import MAX_CHARACTERS, GrammarSpec, parsed
 from tpu_serve.constraint.structural_tag import structural_tag
 from tpu_serve.request import InvalidRequest
 
@@ -48,7 +48,14 @@ def _choice(value: Any, param: str) -> str:
 
 
 def _structural_tag(value: Any, param: str) -> str:
-    return structural_tag(parsed(value, param), param)
+    try:
+        return structural_tag(parsed(value, param), param)
+    except GrammarTooLarge:
+        raise InvalidRequest(
+            param,
+            f"The grammar of {param} is longer than {MAX_CHARACTERS:,} characters, the most allowed.",
+            "grammar_too_large",
+        ) from None
 
 
 def _text(value: Any, param: str) -> str:

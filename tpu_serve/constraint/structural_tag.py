@@ -83,7 +83,7 @@ class _Writer:
     def part(self, part: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in self._writers:
-            raise self.error(f"{place}.type", f"is not one of {', '.join(self._writers)}")
+            raise self.error(f"{place}.type", f"is {repr(kind)[:60]}; known are {', '.join(self._writers)}")
         self.check_keys(part, _KEYS[kind], place)
         return self._writers[kind](part, place)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_serve.constraint.gemma4_calls import Gemma4Arguments
-from tpu_serve.constraint.lark import ANY_TEXT, Rules, alternatives, json_of, marker, quoted
+from tpu_serve.constraint.lark import ANY_TEXT, GrammarTooLarge, Rules, alternatives, json_of, marker, quoted
 from tpu_serve.constraint.schema import kinds_of, properties_of, resolved, texts_of
-from tpu_serve.constraint.spec import GrammarSpec, check_nesting
+from tpu_serve.constraint.spec import MAX_CHARACTERS, GrammarSpec, check_nesting
 from tpu_serve.request import InvalidRequest
 from tpu_serve.text.tokenizer import Tokenizer
 
@@ -47,7 +47,19 @@ def forced_calls(
     check_nesting(list(tools), "tools")
     try:
         start = write(rules, [_read(tool) for tool in tools], tokenizer, parallel)
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:  # a schema may be anything that JSON can be
+    except GrammarTooLarge as error:
+        raise InvalidRequest(
+            "tools",
+            f"The grammar of the calls is longer than {MAX_CHARACTERS:,} characters, the most allowed.",
+            "grammar_too_large",
+        ) from error
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # a schema may be anything that JSON can be
         raise InvalidRequest("tools", "The parameters of a tool are not a JSON schema.", "invalid_grammar") from error
     return GrammarSpec("lark", rules.grammar(start))
 

@@ -9,6 +9,7 @@ from tpu_serve.request import MAX_BAD_WORD_TOKENS, MAX_BIASES, Bias, InvalidRequ
 from tpu_serve.text.tokenizer import Tokenizer
 
 FORBIDDEN = -math.inf
+MAX_BAD_WORD_CHARACTERS = 32 * MAX_BAD_WORD_TOKENS
 
 
 def biases_of(params: SamplingParams, eos_token_ids: Collection[int], banned: Iterable[int] = ()) -> tuple[Bias, ...]:
@@ -46,6 +47,12 @@ def banned_sequences(bad_words: Sequence[str], tokenizer: Tokenizer) -> list[tup
     Raises:
       InvalidRequest: they are too many tokens, or a word has none.
     """
+    num_characters = sum(map(len, bad_words))
+    if num_characters > MAX_BAD_WORD_CHARACTERS:  # making tokens of them would take a while
+        raise InvalidRequest(
+            "bad_words",
+            f"bad_words comes to {num_characters} characters; at most {MAX_BAD_WORD_CHARACTERS} are allowed.",
+        )
     sequences: dict[tuple[int, ...], None] = {}
     for word in bad_words:
         bare = word.lstrip(" ") or word

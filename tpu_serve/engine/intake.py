@@ -97,16 +97,16 @@ class Intake:
             message and `param` say what.
         """
         info = self.info
+        if len(prompt_token_ids) >= info.max_model_len:
+            raise InvalidRequest(
+                param,
+                f"This model's maximum context length is {info.max_model_len} tokens. However, your prompt contains "
+                f"{len(prompt_token_ids)} input tokens, which leaves no room for an answer. Shorten the prompt or start the server with a larger --max-model-len.",
+                "context_length_exceeded",
+            )
         prompt = self._known(param, prompt_token_ids)
         if not prompt:
             raise InvalidRequest(param, "The prompt is empty: at least one token is needed.", "empty_prompt")
-        if len(prompt) >= info.max_model_len:
-            raise InvalidRequest(
-                param,
-                f"This model's maximum context length is {info.max_model_len} tokens. However, your prompt contains {len(prompt)} input "
-                f"tokens, which leaves no room for an answer. Shorten the prompt or start the server with a larger --max-model-len.",
-                "context_length_exceeded",
-            )
         if info.max_num_queued_tokens is not None and len(prompt) > info.max_num_queued_tokens:
             raise InvalidRequest(
                 param,

@@ -88,7 +88,8 @@ def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     kth = _largest_key(keys, lambda kept: jnp.sum(kept, axis=-1) >= limit)
     scaled = jnp.where(keys >= kth[:, None], scaled, -jnp.inf)
     weights = jnp.exp(scaled - highest)
-    needed = rows.top_p * weights.sum(axis=-1)
+    # A top_p that float32 takes for zero would be reached by no token at all.
+    needed = jnp.maximum(rows.top_p, jnp.finfo(jnp.float32).tiny) * weights.sum(axis=-1)
     nucleus = _largest_key(keys, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
     return jnp.where((keys >= nucleus[:, None]) | (rows.top_p >= 1)[:, None], scaled, -jnp.inf)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from tpu_serve.engine.frontend import Generation
-from tpu_serve.request import InvalidRequest, SamplingParams
+from tpu_serve.request import Constraint, InvalidRequest, SamplingParams
+from tpu_serve.server.protocol import GenerationFields
 from tpu_serve.server.replies import Usage
 from tpu_serve.server.service import Service
 
@@ -53,18 +54,26 @@ def start_generations(
     *,
     cache_salt: str,
     param: str,
+    priority: int = 0,
+    constraint: Constraint | None = None,
+    forced_token_ids: Sequence[int] = (),
+    shown_token_ids: Iterable[int] = (),
 ) -> list[Generation]:
     """One generation per prompt, or none at all when one of them is refused.
 
     Args:
       param: name of the field that held the prompts.
+      priority, constraint, forced_token_ids, shown_token_ids: see `Intake.requests`; every prompt gets its own copy of the constraint.
     """
-    limit = service.info.max_num_queued
-    if len(prompts) * params.n > limit:
+    check_num_choices(service, len(prompts), params.n, param)
+    most, num_tokens = service.info.max_num_queued_tokens, params.n * sum(map(len, prompts))
+    # They wait together, so they would be turned away for ever.
+    if most is not None and len(prompts) > 1 and num_tokens > most:
         raise InvalidRequest(
-            param if len(prompts) > 1 else "n",
-            f"{len(prompts)} prompts with {params.n} choices each are more than the {limit} requests that may wait (--max-num-queued-reqs).",
-            "too_many_choices",
+            param,
+            f"{len(prompts)} prompts with {params.n} choices each have {num_tokens} tokens, more than the {most} that may ever wait "
+            f"(--max-num-queued-tokens).",
+            "prompt_exceeds_queue",
         )
     # Clients choose their ids and may use one twice at a time; the engine needs unique ones.
     unique = f"{request_id}-{uuid.uuid4().hex[:12]}"
@@ -72,13 +81,41 @@ def start_generations(
     try:
         for place, prompt in enumerate(prompts):
             generations.append(
-                service.frontend.start(f"{unique}-{place}", prompt, params, cache_salt=cache_salt, param=param)
+                service.frontend.start(
+                    f"{unique}-{place}",
+                    prompt,
+                    params,
+                    cache_salt=cache_salt,
+                    param=param,
+                    priority=priority,
+                    constraint=None if constraint is None else constraint.copy(),
+                    forced_token_ids=forced_token_ids,
+                    shown_token_ids=shown_token_ids,
+                )
             )
     except BaseException:
         for generation in generations:
             generation.close()
         raise
     return generations
+
+
+def check_num_choices(service: Service, num_prompts: int, num_choices: int, param: str) -> None:
+    """Refuses more choices than may ever wait."""
+    limit = service.info.max_num_queued
+    if num_prompts * num_choices > limit:
+        raise InvalidRequest(
+            param if num_prompts > 1 else "n",
+            f"{num_prompts} prompts with {num_choices} choices each are more than the {limit} requests that may wait (--max-num-queued-reqs).",
+            "too_many_choices",
+        )
+
+
+def stream_usage(service: Service, request: GenerationFields) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether every chunk has it too."""
+    options = request.stream_options
+    at_end = service.include_usage or bool(options and options.include_usage)
+    return at_end, at_end and bool(options and options.continuous_usage_stats)
 
 
 async def complete(start: Start, body: Any, service: Service, request_id: str | None = None) -> dict[str, Any]:

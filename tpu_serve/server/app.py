@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from tpu_serve import __version__
@@ -15,44 +16,76 @@ from tpu_serve.config import ServerConfig
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server import models, openapi
 from tpu_serve.server.answer import Start
-from tpu_serve.server.body import error_response, json_response, read_json
+from tpu_serve.server.body import error_response, json_response
 from tpu_serve.server.chat import start_chat
 from tpu_serve.server.completions import start_completion
+from tpu_serve.server.control import add_control
+from tpu_serve.server.docs_page import add_docs
 from tpu_serve.server.errors import HttpError, by_phrase
 from tpu_serve.server.exchange import Exchange
-from tpu_serve.server.metrics import CONTENT_TYPE
+from tpu_serve.server.invocations import start_invocation
 from tpu_serve.server.middleware import Edge
+from tpu_serve.server.page import add_page
 from tpu_serve.server.parameters import ignored_header
-from tpu_serve.server.replies import LoadReply, ModelCard, ModelList, VersionReply
+from tpu_serve.server.replies import ModelCard, ModelList
+from tpu_serve.server.responses import start_response
+from tpu_serve.server.responses_lookup import add_lookup
 from tpu_serve.server.service import Service, check_model
+from tpu_serve.server.sse import CHUNKS, NAMED_EVENTS, Frames
 from tpu_serve.server.state import ServerState
+from tpu_serve.server.status import add_status
 from tpu_serve.server.tokenization import detokenize, tokenize
+from tpu_serve.server.unserved import add_unserved
 
 
 def create_app(config: ServerConfig, state: ServerState) -> FastAPI:
     """The application over a state, which may still be loading."""
-    app = FastAPI(title="tpu-serve", version=__version__, redirect_slashes=False, redoc_url=None)
-    app.add_middleware(Edge, metrics=state.metrics, api_keys=config.api_keys)
+    app = FastAPI(
+        title="tpu-serve",
+        version=__version__,
+        redirect_slashes=False,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_middleware(Edge, metrics=state.metrics, config=config)
+    # Outside of the edge: browsers ask first without the key, and read refusals only with these headers.
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.allowed_origins or ("*",),
+        allow_methods=config.allowed_methods or ("*",),
+        allow_headers=config.allowed_headers or ("*",),
+        allow_credentials=config.allow_credentials,
+        expose_headers=("x-request-id", "x-tpu-serve-ignored", "retry-after", "retry-after-ms"),
+    )
     for kind in (InvalidRequest, HttpError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_inference(app, state)
     _add_text(app, state)
     _add_models(app, state)
-    _add_status(app, state)
+    add_status(app, state)
+    add_control(app, state)
+    if not config.disable_fastapi_docs:
+        add_docs(app)
+    add_page(app)
+    add_lookup(app)
+    add_unserved(app)
     openapi.complete(app)
     return app
 
 
 def _add_inference(app: FastAPI, state: ServerState) -> None:
-    def add(path: str, start: Start, document: dict[str, Any]) -> None:
+    def add(path: str, start: Start, document: dict[str, Any], frames: Frames = CHUNKS) -> None:
         async def answer(request: Request) -> Response:
-            return Exchange(state, start)
+            return Exchange(state, start, frames)
 
         app.add_api_route(path, answer, methods=["POST"], operation_id=path.strip("/").replace("/", "_"), **document)
 
     add("/v1/chat/completions", start_chat, openapi.CHAT)
     add("/v1/completions", start_completion, openapi.COMPLETION)
+    add("/v1/responses", start_response, openapi.RESPONSE, NAMED_EVENTS)
+    add("/invocations", start_invocation, openapi.INVOCATION)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
@@ -62,7 +95,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         async def answer(request: Request) -> Response:
             service = state.require_service()
             try:
-                body = await read_json(request.scope, request.receive, state.config.max_request_bytes)
+                body = await state.bodies.read_json(request.scope, request.receive)
             except ClientDisconnect:
                 return Response()
             reply, ignored = await work(body, service)
@@ -75,7 +108,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_models(app: FastAPI, state: ServerState) -> None:
-    @app.get("/v1/models", response_model=ModelList)
+    @app.get("/v1/models", response_model=ModelList, operation_id="models", responses=openapi.UNAUTHORIZED)
     async def list_models() -> Response:
         return json_response(models.model_list(state))
 
@@ -83,31 +116,6 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
     async def show_model(id: str) -> Response:
         check_model(id, state.names)
         return json_response(models.model_card(state, id))
-
-
-def _add_status(app: FastAPI, state: ServerState) -> None:
-    async def health() -> Response:
-        trouble = state.health()
-        return Response() if trouble is None else json_response(trouble.model_dump(exclude_none=True), 503)
-
-    app.add_api_route("/health", health, methods=["GET"], operation_id="health", responses=openapi.HEALTH)
-    for method in ("GET", "POST"):
-        name = f"ping_{method.lower()}"
-        app.add_api_route("/ping", health, methods=[method], operation_id=name, responses=openapi.HEALTH)
-
-    @app.get("/version", response_model=VersionReply)
-    async def show_version() -> Response:
-        return json_response({"version": __version__})
-
-    @app.get("/load", response_model=LoadReply)
-    async def load() -> Response:
-        return json_response({"server_load": state.num_inference})
-
-    async def metrics() -> Response:
-        return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE})
-
-    app.add_api_route("/metrics", metrics, methods=["GET"], operation_id="metrics", responses=openapi.METRICS)
-    app.add_api_route("/metrics/", metrics, methods=["GET"], include_in_schema=False)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from typing import Any
 
@@ -12,26 +14,67 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from tpu_serve.request import InvalidRequest
-from tpu_serve.server.errors import by_phrase, error_body, error_headers, show
+from tpu_serve.server.errors import by_phrase, error_body, error_headers, show, shutting_down
+
+LARGE_BODY = 65_536
+"""Bytes."""
 
 
-async def read_json(scope: Scope, receive: Receive, max_bytes: int) -> Any:
-    """The JSON value of a request's body, which is never held beyond `max_bytes`.
+class BodyReader:
+    """Reads request bodies within the server's limits.
 
-    Raises:
-      HttpError: 413 for a larger body, 415 for one that does not say it is JSON.
-      InvalidRequest: what came is not JSON; the message has line and column.
-      ClientDisconnect: it did not arrive whole.
+    Args:
+      max_bytes: largest body; no more of one is ever held.
+      seconds: how long one may take to arrive.
     """
-    headers = Headers(scope=scope)
-    media_type = headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise by_phrase(
-            415,
-            f"Unsupported Media Type: Only 'application/json' is allowed, got {show(media_type) if media_type else 'none'}.",
-            "unsupported_media_type",
+
+    def __init__(self, max_bytes: int, seconds: float):
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self._waiting: set[asyncio.Timeout] = set()
+        self._is_hurried = False
+
+    def hurry(self, seconds: float) -> None:
+        """Gives every body under way, and every later one, at most so many seconds more: the server is about to end."""
+        self._is_hurried, self._seconds = True, min(self._seconds, seconds)
+        latest = asyncio.get_running_loop().time() + self._seconds
+        for timeout in self._waiting:
+            timeout.reschedule(min(timeout.when() or latest, latest))
+
+    async def read_json(self, scope: Scope, receive: Receive) -> Any:
+        """The JSON value of a request's body.
+
+        Raises:
+          HttpError: 413 for a larger body, 415 for one that does not say it is JSON, 408 for one that does not arrive in time and 503
+            when the server ends meanwhile.
+          InvalidRequest: what came is not JSON; the message has line and column.
+          ClientDisconnect: it did not arrive whole.
+        """
+        headers = Headers(scope=scope)
+        media_type = headers.get("content-type", "").split(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise by_phrase(
+                415,
+                f"Unsupported Media Type: Only 'application/json' is allowed, got {show(media_type) if media_type else 'none'}.",
+                "unsupported_media_type",
+            )
+        try:
+            async with asyncio.timeout(self._seconds) as timeout:
+                self._waiting.add(timeout)
+                try:
+                    data = await _read(headers, receive, self._max_bytes)
+                finally:
+                    self._waiting.discard(timeout)
+        except TimeoutError:
+            raise shutting_down() if self._is_hurried else self._too_slow() from None
+        return parse_json(data)
+
+    def _too_slow(self) -> Exception:
+        return by_phrase(
+            408,
+            f"The request body did not arrive within {self._seconds:g} seconds (--body-timeout).",
+            "body_timeout",
+            headers={"connection": "close"},
         )
-    return parse_json(await _read(headers, receive, max_bytes))
 
 
 async def _read(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
@@ -67,10 +110,17 @@ def parse_json(data: bytes) -> Any:
     Raises:
       InvalidRequest: it is not JSON, with line and column.
     """
+    # The collector would look through the growing value again and again, which takes most of the time of a large one.
+    was_enabled = gc.isenabled() and len(data) > LARGE_BODY
+    if was_enabled:
+        gc.disable()
     try:
         return from_json(data)
     except ValueError as error:
         raise InvalidRequest(None, f"The request body is not valid JSON: {error}.", "invalid_json") from None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def dump_json(value: Any) -> bytes:

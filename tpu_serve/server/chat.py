@@ -7,12 +7,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from tpu_serve.request import InvalidRequest
+from tpu_serve.parsing.counter import ReasoningCounter
+from tpu_serve.request import InvalidRequest, TokenLogprobs
 from tpu_serve.server import answer as answers
-from tpu_serve.server.answer import start_generations
-from tpu_serve.server.fanout import Fanout, Piece, Source, join
-from tpu_serve.server.logprobs import chat_logprobs
-from tpu_serve.server.prompt import chat_token_ids
+from tpu_serve.server.answer import start_generations, stream_usage
+from tpu_serve.server.chat_choice import ChatChoiceReader
+from tpu_serve.server.chat_constraint import chat_constraint
+from tpu_serve.server.chat_prompt import ChatPrompt, chat_prompt
+from tpu_serve.server.fanout import Fanout, Piece, Source
+from tpu_serve.server.logprobs import chat_logprobs, prompt_logprobs
 from tpu_serve.server.protocol import ChatCompletionRequest, parse
 from tpu_serve.server.replies import (
     ChatChoice,
@@ -20,14 +23,22 @@ from tpu_serve.server.replies import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatReply,
+    ReasoningUsage,
     Usage,
     chunk,
     whole,
 )
-from tpu_serve.server.sampling import check_cache_salt, check_logprobs, read_length, sampling_params, truncate
+from tpu_serve.server.sampling import (
+    check_cache_salt,
+    check_logprobs,
+    read_length,
+    sampling_params,
+    script_of,
+    truncate,
+)
 from tpu_serve.server.service import Service, check_model, make_id
+from tpu_serve.server.tools import ToolUse, read_tools
 
 
 class ChatAnswer:
@@ -41,11 +52,13 @@ class ChatAnswer:
         *,
         request_id: str,
         ignored: tuple[str, ...],
-        prompt_token_ids: list[int],
+        prompt: ChatPrompt,
+        use: ToolUse,
     ):
         self.request_id, self.ignored, self.is_stream = request_id, ignored, request.stream
         self._service, self._request, self._source = service, request, source
-        self._prompt_token_ids = prompt_token_ids if request.return_token_ids else None
+        self._prompt, self._use = prompt, use
+        self._readers: dict[int, ChatChoiceReader] = {}
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{request_id}",
             "created": int(time.time()),
@@ -53,66 +66,139 @@ class ChatAnswer:
         }
 
     async def complete(self) -> dict[str, Any]:
-        choices = [
-            ChatChoice(
-                index=piece.index,
-                message=ChatMessage(content=piece.text),
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-                token_ids=piece.token_ids if self._request.return_token_ids else None,
-            )
-            for piece in await join(self._source)
-        ]
+        pieces: dict[int, list[Piece]] = {}
+        async with aclosing(self.parts()) as parts:
+            async for piece, _ in parts:
+                pieces.setdefault(piece.index, []).append(piece)
         return whole(
-            ChatReply(**self._head, choices=choices, usage=self.usage(), prompt_token_ids=self._prompt_token_ids)
+            ChatReply(
+                **self._head,
+                choices=[self._choice(index, pieces[index]) for index in sorted(pieces)],
+                usage=self.usage(),
+                metrics=self._source.metrics(),
+                prompt_logprobs=self._prompt_logprobs(pieces[0][0]),
+                **self._prompt_fields(),
+            )
         )
 
+    async def parts(self) -> AsyncGenerator[tuple[Piece, list[ChatDelta]], None]:
+        """The pieces of its choices, each with what it adds to the message of its choice."""
+        async with aclosing(self._source.pieces()) as pieces:
+            async for piece in pieces:
+                yield piece, self._reader(piece.index).read(piece)
+
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
-        options = self._request.stream_options
-        include_usage = bool(options and options.include_usage)
-        on_every_chunk = include_usage and bool(options and options.continuous_usage_stats)
+        include_usage, on_every_chunk = stream_usage(self._service, self._request)
 
         def make(choices: list[ChatChunkChoice], usage: Usage | None, **fields: Any) -> dict[str, Any]:
             if usage is not None:
                 fields["usage"] = usage
             return chunk(ChatChunk(object="chat.completion.chunk", **self._head, choices=choices, **fields))
 
+        waiting: dict[int, Piece] = {}
         async with aclosing(self._source.pieces()) as pieces:
             async for piece in pieces:
-                usage = self.usage() if on_every_chunk else None
                 if piece.is_first:
                     # The role comes before the piece's tokens do.
-                    opening = self._choice(piece.index, ChatDelta(role="assistant", content=""))
-                    yield make([opening], usage and usage.without(len(piece.token_ids)), **self._prompt_fields())
-                yield make([self._piece(piece)], usage)
+                    opening = _empty_choice(piece.index, ChatDelta(role="assistant", content=""))
+                    usage = self._with_reasoning(self._source.usage().without(len(piece.token_ids)))
+                    yield make([opening], usage if on_every_chunk else None, **self._prompt_fields())
+                deltas = self._reader(piece.index).read(piece)
+                held = waiting.pop(piece.index, None)
+                if held is not None:
+                    piece.token_ids, piece.logprobs = held.token_ids + piece.token_ids, held.logprobs + piece.logprobs
+                if not deltas and piece.finish_reason is None:
+                    waiting[piece.index] = piece  # its text may be part of a tag
+                    continue
+                for choice in self._chunk_choices(piece, deltas):
+                    yield make([choice], self.usage() if on_every_chunk else None)
         if include_usage:
-            yield make([], self.usage())
+            yield make([], self.usage(), metrics=self._source.metrics())
 
     def usage(self) -> Usage:
-        return self._source.usage()
+        return self._with_reasoning(self._source.usage())
 
     def close(self) -> None:
         self._source.close()
 
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        if self._service.formats.reasoning is None:
+            return usage
+        return ReasoningUsage.with_reasoning(
+            usage, sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        )
+
     def _prompt_fields(self) -> dict[str, Any]:
-        return {} if self._prompt_token_ids is None else {"prompt_token_ids": self._prompt_token_ids}
-
-    def _piece(self, piece: Piece) -> ChatChunkChoice:
-        choice = self._choice(piece.index, ChatDelta(content=piece.text) if piece.text else ChatDelta())
-        choice.logprobs, choice.finish_reason = self._logprobs(piece), piece.finish_reason
-        if piece.finish_reason is not None:
-            choice.stop_reason = piece.stop_reason
+        fields: dict[str, Any] = {}
         if self._request.return_token_ids:
-            choice.token_ids = piece.token_ids
-        return choice
+            fields["prompt_token_ids"] = self._prompt.token_ids
+        if self._request.return_prompt_text:
+            fields["prompt_text"] = self._prompt.text
+        return fields
 
-    @staticmethod
-    def _choice(index: int, delta: ChatDelta) -> ChatChunkChoice:
-        return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+    def _reader(self, index: int) -> ChatChoiceReader:
+        reader = self._readers.get(index)
+        if reader is None:
+            service, use, prompt = self._service, self._use, self._prompt.text
+            parser = service.formats.parser(
+                tools=use.tools,
+                reads_calls=use.reads_calls,
+                is_plain=use.is_forced and service.formats.calls is None,
+                prompt=prompt,
+            )
+            counter = None
+            if service.formats.reasoning is not None:
+                counter = ReasoningCounter(service.formats.parser(prompt=prompt), service.tokenizer.token_bytes)
+            reader = self._readers[index] = ChatChoiceReader(
+                parser,
+                counter,
+                use,
+                shows_reasoning=self._request.include_reasoning,
+                repeats_reasoning=service.repeats_reasoning,
+                opening=_echo(self._request),
+            )
+        return reader
 
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        return chat_logprobs(self._service.tokenizer, piece.logprobs) if self._request.logprobs else None
+    def _choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
+        last, reader = pieces[-1], self._readers[index]
+        return ChatChoice(
+            index=index,
+            message=reader.message(),
+            logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
+            finish_reason=reader.finish_reason,
+            stop_reason=last.stop_reason,
+            token_ids=[token_id for piece in pieces for token_id in piece.token_ids]
+            if self._request.return_token_ids
+            else None,
+        )
+
+    def _chunk_choices(self, piece: Piece, deltas: list[ChatDelta]) -> list[ChatChunkChoice]:
+        """A chunk for each part: tokens go with the first one, the end of the choice with the last."""
+        choices = [_empty_choice(piece.index, delta) for delta in deltas or [ChatDelta()]]
+        choices[0].logprobs = self._logprobs(piece.logprobs)
+        if self._request.return_token_ids:
+            for choice in choices:
+                choice.token_ids = []
+            choices[0].token_ids = piece.token_ids
+        if piece.finish_reason is not None:
+            choices[-1].finish_reason = self._readers[piece.index].finish_reason
+            choices[-1].stop_reason = piece.stop_reason
+        return choices
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(self._service.tokenizer, entries, as_ids=self._request.return_tokens_as_token_ids)
+
+    def _prompt_logprobs(self, piece: Piece) -> Any:
+        num_top = self._request.prompt_logprobs
+        if num_top is None:
+            return None
+        return prompt_logprobs(self._service.tokenizer, piece.prompt_logprobs or (), num_top=num_top)
+
+
+def _empty_choice(index: int, delta: ChatDelta) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
 
 async def start_chat(body: Any, service: Service, request_id: str | None = None) -> ChatAnswer:
@@ -129,24 +215,38 @@ async def start_chat(body: Any, service: Service, request_id: str | None = None)
     request_id = request_id or make_id(request.request_id)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
-    top_logprobs = check_logprobs("top_logprobs", request.top_logprobs) or 0
+    top_logprobs = check_logprobs(service, "top_logprobs", request.top_logprobs) or 0
     max_tokens = read_length("max_tokens", request.max_tokens)
     if request.max_completion_tokens is not None:
         max_tokens = read_length("max_completion_tokens", request.max_completion_tokens)
     params = sampling_params(
         service, request, max_tokens=max_tokens, logprobs=top_logprobs if request.logprobs else None
     )
-    salt = check_cache_salt(request.cache_salt)
-    token_ids, ignored_variables = await chat_token_ids(service, request)
-    token_ids = list(truncate(request, token_ids, service.info.max_model_len))
-    generations = start_generations(service, request_id, [token_ids], params, cache_salt=salt, param="messages")
+    salt, script = check_cache_salt(request.cache_salt), script_of(service, request)
+    use = read_tools(request, knows_calls=service.formats.calls is not None, allows_auto=service.allows_auto_tools)
+    prompt = await chat_prompt(service, request, with_tools=use.reads_calls)
+    token_ids = list(truncate(request, prompt.token_ids, service.info.max_model_len))
+    constraint = await chat_constraint(service, request, use, prompt.text)
+    generations = start_generations(
+        service,
+        request_id,
+        [token_ids],
+        params,
+        cache_salt=salt,
+        param="messages",
+        priority=request.priority or 0,
+        constraint=None if script else constraint,  # a script says what comes, whatever is allowed
+        forced_token_ids=script,
+        shown_token_ids=_shown_token_ids(service, use),
+    )
     return ChatAnswer(
         service,
         request,
-        Fanout(generations, params.n, [_echo(request)]),
+        Fanout(generations, params.n, interval=service.stream_interval),
         request_id=request_id,
-        ignored=ignored + ignored_variables,
-        prompt_token_ids=token_ids,
+        ignored=ignored + prompt.ignored,
+        prompt=prompt._replace(token_ids=token_ids),
+        use=use,
     )
 
 
@@ -164,6 +264,13 @@ def stream_chat_completion(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a chat answer, without HTTP; raises as `create_chat_completion` does, at any point."""
     return answers.stream(start_chat, body, service, request_id)
+
+
+def _shown_token_ids(service: Service, use: ToolUse) -> frozenset[int]:
+    """Special tokens that the parsers of the answer look for."""
+    texts = service.formats.markers(reads_calls=use.reads_calls)
+    found = (service.tokenizer.token_id(text) for text in texts)
+    return frozenset(token_id for token_id in found if token_id is not None)
 
 
 def _echo(request: ChatCompletionRequest) -> str:

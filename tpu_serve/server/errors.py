@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http
 import logging
+import math
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +17,10 @@ logger = logging.getLogger(__name__)
 MAX_ERRORS_SHOWN = 3
 MAX_VALUE_SHOWN = 60
 MAX_MESSAGE = 2000
+NO_RETRY = {"x-should-retry": "false"}
+"""Tells the `openai` client not to try a 409 or 5xx again."""
+MAX_RETRY_AFTER = 60.0
+"""Seconds; a client that waits longer has given up."""
 
 _TYPES = {
     400: "BadRequestError",
@@ -68,6 +73,27 @@ def unavailable(message: str, reason: str, retry_after: int) -> HttpError:
     return HttpError(503, message, reason, headers={"retry-after": str(retry_after)})
 
 
+def shutting_down() -> HttpError:
+    return unavailable("The server is shutting down; send the request again.", "server_shutting_down", 5)
+
+
+def conflict(message: str, reason: str) -> HttpError:
+    """409: the server is not in the state that this needs."""
+    return HttpError(409, message, reason, headers=NO_RETRY)
+
+
+def queue_full(message: str, status: int, seconds: float) -> HttpError:
+    """429 or 503: the queue is full, and `seconds` is how long it takes to drain, as far as one can tell."""
+    seconds = min(max(seconds, 0.1), MAX_RETRY_AFTER)
+    headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
+    return HttpError(status, message, "queue_full", headers=headers)
+
+
+def not_served(message: str) -> HttpError:
+    """501: something that clients of other servers ask for; the message says what to do instead."""
+    return HttpError(501, message, "not_served", headers=NO_RETRY)
+
+
 def unauthorized() -> HttpError:
     """401 in OpenAI's own words, which clients match on."""
     return HttpError(
@@ -94,7 +120,7 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HttpError):
         return _body(error.status, error.message, error.reason, type=error.type, code=error.code)
     if isinstance(error, RequestFailed):
-        return _body(500, f"The request could not be finished: {error}.", "request_failed")
+        return _body(500, f"The request could not be finished: {str(error).rstrip('.')}.", "request_failed")
     if isinstance(error, EngineDead):
         return _body(500, f"The request could not be finished: {error}.", "engine_failed")
     return _body(500, _INTERNAL, "internal_error")

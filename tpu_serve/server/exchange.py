@@ -7,16 +7,20 @@ import time
 from contextlib import aclosing
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tpu_serve.request import InvalidRequest
 from tpu_serve.server.answer import Answer, Start
-from tpu_serve.server.body import error_response, json_response, read_json
+from tpu_serve.server.body import error_response, json_response
 from tpu_serve.server.errors import error_body, log_unexpected
+from tpu_serve.server.load_report import load_report
+from tpu_serve.server.logs import shown_prompt
 from tpu_serve.server.parameters import ignored_header
 from tpu_serve.server.service import Service
-from tpu_serve.server.sse import DONE, HEADERS, event, until_disconnect
+from tpu_serve.server.sse import CHUNKS, HEADERS, KEEP_ALIVE, Frames, until_disconnect, with_pauses
 from tpu_serve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -29,21 +33,25 @@ class Exchange(Response):
 
     Args:
       start: starts the answer.
+      frames: what its streams are made of.
       state["request_id"] of the scope: base of the answer's id, replaced by the body's when the client sent it there.
     """
 
-    def __init__(self, state: ServerState, start: Start):
+    def __init__(self, state: ServerState, start: Start, frames: Frames = CHUNKS):
         super().__init__()
-        self._state, self._start = state, start
+        self._state, self._start, self._frames = state, start, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             service = self._state.require_inference()
             with self._state.counting_inference():
-                body = await read_json(scope, receive, self._state.config.max_request_bytes)
+                body = await self._state.bodies.read_json(scope, receive)
                 await until_disconnect(self._answer(body, service, scope, receive, send), receive)
         except ClientDisconnect:
             return
+        except InvalidRequest as error:
+            known = self._state.overloaded(error) if error.reason == "queue_full" else error
+            await error_response(known)(scope, receive, send)
         except Exception as error:
             log_unexpected(error, scope["state"]["request_id"])
             await error_response(error)(scope, receive, send)
@@ -55,7 +63,10 @@ class Exchange(Response):
         answer = await self._start(body, service, given_id)
         try:
             scope["state"]["request_id"] = answer.request_id
-            headers = ignored_header(answer.ignored)
+            if service.log_requests and self._state.config.max_log_len:
+                shown = shown_prompt(body, self._state.config.max_log_len)
+                logger.info("Request %s asks: %s", answer.request_id, shown)
+            headers = {**ignored_header(answer.ignored), **load_report(Headers(scope=scope), service)}
             if answer.is_stream:
                 outcome = await self._stream(answer, headers, send)
             else:
@@ -79,20 +90,23 @@ class Exchange(Response):
                     time.monotonic() - started,
                 )
 
-    @staticmethod
-    async def _stream(answer: Answer, headers: dict[str, str], send: Send) -> str:
+    async def _stream(self, answer: Answer, headers: dict[str, str], send: Send) -> str:
         """Sends a stream to its end; returns the outcome in a word."""
         raw = [(name.encode(), value.encode()) for name, value in {**HEADERS, **headers}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         outcome = "done"
         try:
-            async with aclosing(answer.stream()) as chunks:
-                async for payload in chunks:
-                    await send({"type": "http.response.body", "body": event(payload), "more_body": True})
+            async with (
+                aclosing(answer.stream()) as chunks,
+                aclosing(with_pauses(chunks, self._state.config.sse_keep_alive_interval)) as paused,
+            ):
+                async for payload in paused:
+                    body = KEEP_ALIVE if payload is None else self._frames.event(payload)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
             log_unexpected(error, answer.request_id)
-            body = error_body(error)[1]
-            outcome = f"failed, {body['error']['reason']}"
-            await send({"type": "http.response.body", "body": event(body), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            failure = error_body(error)[1]
+            outcome = f"failed, {failure['error']['reason']}"
+            await send({"type": "http.response.body", "body": self._frames.failure(failure), "more_body": True})
+        await send({"type": "http.response.body", "body": self._frames.end, "more_body": False})
         return outcome

@@ -11,8 +11,8 @@ from typing import Protocol
 from tpu_serve.engine.choice import ChoiceDelta
 from tpu_serve.engine.frontend import Generation
 from tpu_serve.request import FinishReason, TokenLogprobs
-from tpu_serve.server.errors import HttpError, unavailable
-from tpu_serve.server.replies import Usage
+from tpu_serve.server.errors import shutting_down
+from tpu_serve.server.replies import RequestMetrics, Usage
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class Piece:
       index: of the choice, counted over all prompts.
       token_ids: tokens since the previous piece; some belong to text that is still held back.
       logprobs: of these tokens, empty when not asked for.
+      prompt_logprobs: of the prompt's tokens, on the first piece of a choice when asked for.
       is_first: no piece of this choice came before.
     """
 
@@ -30,6 +31,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     is_first: bool = True
@@ -49,6 +51,9 @@ class Source(Protocol):
     def usage(self) -> Usage:
         """Tokens of the pieces so far."""
 
+    def metrics(self) -> RequestMetrics:
+        """How long the answer took so far."""
+
     def close(self) -> None:
         """Ends what still runs; harmless when everything has finished."""
 
@@ -63,6 +68,7 @@ async def join(source: Source) -> list[Piece]:
                 known.text += piece.text
                 known.token_ids += piece.token_ids
                 known.logprobs += piece.logprobs
+                known.prompt_logprobs = known.prompt_logprobs or piece.prompt_logprobs
                 known.finish_reason, known.stop_reason = piece.finish_reason, piece.stop_reason
     return [whole[index] for index in sorted(whole)]
 
@@ -73,10 +79,14 @@ class Fanout:
     Args:
       generations: one per prompt, each with `num_choices` choices.
       openings: a text per prompt that its choices begin with, when the prompt is echoed.
+      interval: tokens of a piece, at least; the first and the last one are never held back.
     """
 
-    def __init__(self, generations: Sequence[Generation], num_choices: int, openings: Sequence[str] = ()):
+    def __init__(
+        self, generations: Sequence[Generation], num_choices: int, openings: Sequence[str] = (), *, interval: int = 1
+    ):
         self._generations, self._num_choices, self._openings = generations, num_choices, openings
+        self._interval = interval
         self._pumps: list[asyncio.Task[None]] = []
         self.num_completion_tokens = 0
 
@@ -93,9 +103,12 @@ class Fanout:
                 piece.text += delta.text
                 piece.token_ids += delta.token_ids
                 piece.logprobs += delta.logprobs or ()
+                if delta.prompt_logprobs is not None:
+                    piece.prompt_logprobs = delta.prompt_logprobs
                 piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
                 self.num_completion_tokens += len(delta.token_ids)
-                if piece.text or piece.finish_reason is not None:
+                is_due = piece.is_first or len(piece.token_ids) >= self._interval
+                if (piece.text and is_due) or piece.finish_reason is not None:
                     pending[index] = Piece(index, is_first=False)
                     yield piece
                 else:
@@ -105,6 +118,9 @@ class Fanout:
         num_prompt = sum(generation.num_prompt_tokens for generation in self._generations)
         num_cached = sum(generation.num_cached_tokens for generation in self._generations)
         return Usage.of(num_prompt, self.num_completion_tokens, num_cached)
+
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics.of([choice.timing for generation in self._generations for choice in generation.choices])
 
     def close(self) -> None:
         for pump in self._pumps:
@@ -137,7 +153,3 @@ class Fanout:
                 num_open -= 1
             else:
                 yield prompt, item
-
-
-def shutting_down() -> HttpError:
-    return unavailable("The server is shutting down; send the request again.", "server_shutting_down", 5)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Sequence
 
 from tpu_serve.request import TokenLogprobs
-from tpu_serve.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from tpu_serve.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, PromptLogprob, TopLogprob
 from tpu_serve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -18,10 +19,74 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST) if math.isfinite(logprob) else LOWEST
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+def token_name(token_id: int) -> str:
+    """A token as its id, which says more than its text where tokens are parts of characters."""
+    return f"token_id:{token_id}"
+
+
+class TextPlace:
+    """Where in the text of one choice each token begins: characters before the one that its first byte belongs to.
+
+    Args:
+      skip_special_tokens: special tokens take no room.
+      prompt_token_ids: what comes before; it decides whether the first token may lose a leading space, see `Detokenizer`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._num_spaces_to_drop = tokenizer.num_leading_spaces_dropped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in prompt_token_ids:
+            if not self._num_spaces_to_drop:
+                break
+            self.next(token_id)
+        self._utf8.reset()
+        self._offset = 0
+
+    def next(self, token_id: int) -> int:
+        """The offset of the next token."""
+        return self._pass(b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id))
+
+    def prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Offsets of the tokens of an echoed prompt in its text, which may show special tokens or not. The answer begins behind it."""
+        offsets = []
+        for token_id in token_ids:
+            data = self._tokenizer.token_bytes(token_id)
+            is_hidden = token_id in self._tokenizer.special_ids and not text.startswith(
+                data.decode("utf-8", "replace"), self._offset
+            )
+            offsets.append(self._pass(b"" if is_hidden else data))
+        # A prompt's text is what was sent. A tokenizer may have normalised it, and bytes that it leaves open are no part of the answer.
+        self._utf8.reset()
+        self._offset = len(text)
+        return [min(offset, len(text)) for offset in offsets]
+
+    def _pass(self, data: bytes) -> int:
+        while self._num_spaces_to_drop and data:
+            if data[:1] != b" ":
+                self._num_spaces_to_drop = 0
+            else:
+                self._num_spaces_to_drop -= 1
+                data = data[1:]
+        if data and not 0x80 <= data[0] <= 0xBF:  # it begins a character, so one that was incomplete stays so
+            self._offset += len(self._utf8.decode(b"", final=True))
+        offset = self._offset
+        self._offset += len(self._utf8.decode(data))
+        return offset
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
+    """
+    Args:
+      as_ids: tokens read `token_id:N`; their bytes stay what they are.
+    """
+
     def top(token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(
-            token=tokenizer.token_text(token_id), logprob=finite(logprob), bytes=list(tokenizer.token_bytes(token_id))
+            token=token_name(token_id) if as_ids else tokenizer.token_text(token_id),
+            logprob=finite(logprob),
+            bytes=list(tokenizer.token_bytes(token_id)),
         )
 
     return ChatLogprobs(
@@ -35,26 +100,71 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> Cha
     )
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
+    *,
+    num_top: int,
+    as_ids: bool = False,
+) -> CompletionLogprobs:
     """
     Args:
-      offset: characters of the choice's text before the first of these tokens, as `end_offset` counts them.
+      token_ids: one per entry.
+      entries: None for the first token of a prompt, which has no log-probability.
+      offsets: where each token begins in the text.
+      num_top: alternatives shown, of those that an entry has; -1 for all.
+      as_ids: tokens read `token_id:N`.
     """
-    tokens, offsets, tops = [], [], []
-    for entry in entries:
-        text = tokenizer.token_text(entry.token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        # The sampled token first, then the alternatives; of two that look the same the first one stays.
-        top = {text: finite(entry.logprob)}
-        for token_id, logprob in entry.top:
-            top.setdefault(tokenizer.token_text(token_id), finite(logprob))
+
+    def name(token_id: int) -> str:
+        return token_name(token_id) if as_ids else tokenizer.token_text(token_id)
+
+    tops: list[dict[str, float] | None] = []
+    for _, entry, _ in zip(token_ids, entries, offsets, strict=True):
+        if entry is None:
+            tops.append(None)
+            continue
+        # The token itself first, then the alternatives. Parts of characters may look the same: they go by their ids.
+        top = {name(entry.token_id): finite(entry.logprob)}
+        for token_id, logprob in _first(entry.top, num_top):
+            if token_id != entry.token_id:
+                text = name(token_id)
+                top[token_name(token_id) if text in top else text] = finite(logprob)
         tops.append(top)
-    logprobs = [finite(entry.logprob) for entry in entries]
-    return CompletionLogprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
+    return CompletionLogprobs(
+        tokens=[name(token_id) for token_id in token_ids],
+        token_logprobs=[None if entry is None else finite(entry.logprob) for entry in entries],
+        top_logprobs=tops,
+        text_offset=list(offsets),
+    )
 
 
-def end_offset(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offset: int) -> int:
-    """The offset of the token after these."""
-    return offset + sum(len(tokenizer.token_text(entry.token_id)) for entry in entries)
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], *, num_top: int
+) -> list[dict[str, PromptLogprob] | None]:
+    """One object per token of the prompt, by token id; the token itself comes first. None for the first token.
+
+    Args:
+      num_top: alternatives shown, of those that an entry has; -1 for all.
+    """
+
+    def entry_of(token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+        return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=tokenizer.token_text(token_id))
+
+    shown: list[dict[str, PromptLogprob] | None] = []
+    for entry in entries:
+        if entry is None:
+            shown.append(None)
+            continue
+        ranks = {token_id: place + 1 for place, (token_id, _) in enumerate(entry.top)}
+        tokens = {str(entry.token_id): entry_of(entry.token_id, entry.logprob, ranks.get(entry.token_id))}
+        for token_id, logprob in _first(entry.top, num_top):
+            tokens.setdefault(str(token_id), entry_of(token_id, logprob, ranks[token_id]))
+        shown.append(tokens)
+    return shown
+
+
+def _first(top: Sequence[tuple[int, float]], count: int) -> Sequence[tuple[int, float]]:
+    return top if count < 0 else top[:count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tpu_serve.parsing.registry import name_of
 from tpu_serve.server.replies import ModelCard, ModelList, whole
 from tpu_serve.server.state import ServerState
 
@@ -18,11 +19,14 @@ def model_list(state: ServerState) -> dict[str, Any]:
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
+    formats = None if state.service is None else state.service.formats
     return ModelCard(
         id=name,
         created=state.created,
         root=state.root,
         max_model_len=None if state.service is None else state.service.info.max_model_len,
+        reasoning_parser=None if formats is None else name_of(formats.reasoning),
+        tool_call_parser=None if formats is None else name_of(formats.calls),
         permission=[
             {
                 "id": f"modelperm-{state.created}",

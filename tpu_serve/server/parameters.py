@@ -46,60 +46,50 @@ class Unsupported:
     hint: str = "leave it out"
 
 
-_STRUCTURED = "structured output is not available in this version; leave it out and ask for the format in the prompt"
+_BEAM = "it belongs to beam search"
+_CHAT = "it belongs to chat: use /v1/chat/completions"
+_TEXT_ONLY = "this server reads and writes text only"
 
 
 def _renamed(name: str) -> Unsupported:
-    return Unsupported(hint=f"it was renamed structured_outputs.{name}, and {_STRUCTURED}")
+    return Unsupported(hint=f"it was renamed structured_outputs.{name}")
 
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     # sampling
-    "presence_penalty": Unsupported((0,), "penalties are not available in this version; leave it out"),
-    "frequency_penalty": Unsupported((0,), "penalties are not available in this version; leave it out"),
-    "repetition_penalty": Unsupported((1,), "penalties are not available in this version; leave it out"),
-    "logit_bias": Unsupported(({},), "biases are not available in this version; leave it out"),
-    "min_tokens": Unsupported((0,), "use ignore_eos with max_tokens for an exact number of tokens"),
-    "bad_words": Unsupported(([],)),
-    "allowed_token_ids": Unsupported(),
     "logprob_token_ids": Unsupported(([],), "use logprobs for the most probable tokens"),
-    "prompt_logprobs": Unsupported((), "only generated tokens have log-probabilities in this version"),
-    "repetition_detection": Unsupported(),
+    "repetition_detection": Unsupported(hint="use frequency_penalty or repetition_penalty"),
     "watermarking": Unsupported(),
     "use_beam_search": Unsupported((False,), "use n for several choices"),
-    "length_penalty": Unsupported((1,), "it belongs to beam search"),
-    "early_stopping": Unsupported((False,), "it belongs to beam search"),
+    "length_penalty": Unsupported((1,), _BEAM),
+    "early_stopping": Unsupported((False,), _BEAM),
     "detokenize": Unsupported((True,), "use return_token_ids for the ids next to the text"),
-    "spaces_between_special_tokens": Unsupported((True,), "no spaces are put between special tokens"),
-    "return_tokens_as_token_ids": Unsupported((False,), "use return_token_ids"),
-    # structured output
-    "structured_outputs": Unsupported(({},), _STRUCTURED),
+    # structured output, by its former names
     "guided_json": _renamed("json"),
     "guided_regex": _renamed("regex"),
     "guided_choice": _renamed("choice"),
     "guided_grammar": _renamed("grammar"),
+    "guided_json_object": _renamed("json_object"),
     "guided_decoding_backend": Unsupported(hint="it was removed; leave it out"),
     "guided_whitespace_pattern": Unsupported(hint="it was removed; leave it out"),
-    # tools: an empty list is an error of its own, as elsewhere
-    "tools": Unsupported(hint="tools are not available in this version; describe them in the system message"),
-    "tool_choice": Unsupported(("none",), "tools are not available in this version"),
-    "parallel_tool_calls": Unsupported((True, False)),  # without tools both mean nothing
-    "functions": Unsupported(hint="tools are not available in this version; describe them in the system message"),
-    "function_call": Unsupported(("none",), "tools are not available in this version"),
-    "web_search_options": Unsupported(hint="this server has no tools of its own"),
-    # reasoning
-    "reasoning_effort": Unsupported(hint="use chat_template_kwargs, for example {'enable_thinking': false}"),
-    "include_reasoning": Unsupported((True,), "reasoning is part of the content in this version"),
-    "thinking_token_budget": Unsupported((-1,), "use max_tokens"),
+    # what chat has and completions have not
+    "tools": Unsupported(hint=_CHAT),
+    "tool_choice": Unsupported(("none",), _CHAT),
+    "parallel_tool_calls": Unsupported((True, False), _CHAT),  # without tools both mean nothing
+    "reasoning_effort": Unsupported(hint=_CHAT),
+    "include_reasoning": Unsupported((True,), _CHAT),
+    "thinking_token_budget": Unsupported((-1,), _CHAT),
+    "chat_template": Unsupported(hint=_CHAT),
+    "return_prompt_text": Unsupported((False,), "use /tokenize with the prompt, then /detokenize"),
     # the rest
+    "functions": Unsupported(hint="it was renamed tools"),
+    "function_call": Unsupported(("none",), "it was renamed tool_choice"),
+    "web_search_options": Unsupported(hint="this server has no tools of its own"),
     "suffix": Unsupported(("",), "put the text to be completed in the prompt"),
-    "priority": Unsupported((0,), "requests are served first come, first served"),
-    "chat_template": Unsupported(hint="the server's template is used; it is chosen with --chat-template at the start"),
-    "mm_processor_kwargs": Unsupported(({},), "this server reads text only"),
-    "modalities": Unsupported((["text"],), "this server writes text only"),
-    "audio": Unsupported(hint="this server writes text only"),
+    "mm_processor_kwargs": Unsupported(({},), _TEXT_ONLY),
+    "modalities": Unsupported((["text"],), _TEXT_ONLY),
+    "audio": Unsupported(hint=_TEXT_ONLY),
     "prompt_embeds": Unsupported(hint="send text or token ids as prompt"),
-    "return_prompt_text": Unsupported((False,), "use /tokenize with the messages, then /detokenize"),
     "vllm_xargs": Unsupported(({},)),
     "kv_transfer_params": Unsupported(),
 }
@@ -123,7 +113,7 @@ def check_fields(given: Mapping[str, Any], supported: Collection[str], *, strict
         entry = UNSUPPORTED.get(name)
         if entry is None:
             ignored.append(name)
-        elif not any(_same(value, neutral) for neutral in entry.neutral):
+        elif not is_neutral(entry, value):
             raise unsupported(name, value, entry.hint)
     if ignored and strict:
         raise InvalidRequest(
@@ -134,8 +124,17 @@ def check_fields(given: Mapping[str, Any], supported: Collection[str], *, strict
     return tuple(ignored)
 
 
-def unsupported(name: str, value: object, hint: str) -> InvalidRequest:
-    return InvalidRequest(name, f"{name} = {show(value)} is not supported: {hint}.", "unsupported_parameter")
+def unsupported(name: str, value: object, hint: str, *, param: str | None = None) -> InvalidRequest:
+    """
+    Args:
+      param: the field, when `name` is a part of it.
+    """
+    return InvalidRequest(param or name, f"{name} = {show(value)} is not supported: {hint}.", "unsupported_parameter")
+
+
+def is_neutral(entry: Unsupported, value: object) -> bool:
+    """The value asks for nothing."""
+    return any(_same(value, neutral) for neutral in entry.neutral)
 
 
 def _same(value: object, neutral: object) -> bool:

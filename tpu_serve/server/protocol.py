@@ -28,6 +28,7 @@ from tpu_serve.server.parameters import check_fields
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 Integers = Annotated[list[StrictInt], Field(fail_fast=True)]
 Object = dict[str, Any]
+Biases = Annotated[Object, WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})]
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -48,19 +49,32 @@ class StreamOptions(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    """The form of the answer, in the words of OpenAI. What else it holds depends on the type; see `structured.form_of`."""
+
     model_config = ConfigDict(extra="allow")
 
-    type: StrictStr = "text"
+    type: StrictStr = Field("text", description="text, json_object, json_schema or structural_tag")
+    json_schema: Object | None = Field(None, description="with json_schema: name, schema, strict (always so)")
 
 
-class GenerationFields(BaseModel):
-    """What completions and chat have in common."""
+class StructuredOutputs(BaseModel):
+    """The form of the answer: exactly one of these. Further keys are refused unless they ask for nothing."""
+
+    model_config = ConfigDict(extra="allow")
+
+    json_: StrictStr | Object | StrictBool | None = Field(None, alias="json", description="a JSON schema")
+    regex: StrictStr | None = Field(None, description="a regular expression that the whole answer matches")
+    choice: Strings | None = Field(None, description="the answer is one of these texts")
+    grammar: StrictStr | None = Field(None, description="a grammar in Lark or GBNF form")
+    json_object: StrictBool | None = Field(None, description="any JSON object")
+    structural_tag: StrictStr | Object | None = Field(None, description="schemas that hold between tags")
+
+
+class CommonFields(BaseModel):
+    """What all endpoints that generate have in common."""
 
     model: StrictStr | None = Field(None, description="a served name; the served model when left out")
     # generation
-    n: StrictInt | None = Field(None, description="choices per prompt")
-    best_of: StrictInt | None = Field(None, description="must equal n")
-    max_tokens: StrictInt | None = None
     temperature: StrictFloat | None = Field(None, description="in [0, 2]; 0 is greedy")
     top_p: StrictFloat | None = Field(None, description="in (0, 1]")
     top_k: StrictInt | None = Field(None, description="0 and -1 keep every token")
@@ -70,20 +84,47 @@ class GenerationFields(BaseModel):
     )
     stop: StrictStr | Strings | None = Field(None, description="strings that end the text")
     stop_token_ids: Integers | None = None
+    presence_penalty: StrictFloat | None = Field(None, description="in [-2, 2]; for tokens that were generated")
+    frequency_penalty: StrictFloat | None = Field(None, description="in [-2, 2]; once for each time of them")
+    repetition_penalty: StrictFloat | None = Field(None, description="above 0; for tokens of the prompt and the answer")
+    logit_bias: Biases | None = Field(None, description="token ids and what is added to their logits, in [-100, 100]")
+    min_tokens: StrictInt | None = Field(None, description="nothing ends the answer before so many tokens")
+    bad_words: Strings | None = Field(None, description="texts that are never generated")
+    allowed_token_ids: Integers | None = Field(None, description="only these are generated")
+    structured_outputs: StructuredOutputs | None = Field(None, description="the form of the answer")
+    priority: StrictInt | None = Field(None, description="lower ones go first; needs --scheduling-policy priority")
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = Field(
+        True, description="without effect: no tokenizer that is served puts spaces there"
+    )
     # prompt
-    truncate_prompt_tokens: StrictInt | None = Field(None, description="keep so many prompt tokens; -1 keeps what fits")
-    truncation_side: StrictStr = Field("left", description="the side that truncation cuts: left or right")
     cache_salt: StrictStr | None = Field(None, description="cached prefixes are shared only under the same salt")
     # answer
     stream: StrictBool = False
+    scripted_token_ids: Integers | None = Field(
+        None, description="for tests: the ids that are generated; needs --enable-scripted-output"
+    )
+    request_id: StrictStr | None = Field(None, description="used in the answer's id")
+
+
+class GenerationFields(CommonFields):
+    """What completions and chat have in common."""
+
+    n: StrictInt | None = Field(None, description="choices per prompt")
+    best_of: StrictInt | None = Field(None, description="must equal n")
+    max_tokens: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = Field(
+        None, description="alternatives per token of the prompt; 0 for the prompt's own only; not in a stream"
+    )
+    response_format: ResponseFormat | None = Field(None, description="the form of the answer")
+    truncate_prompt_tokens: StrictInt | None = Field(None, description="keep so many prompt tokens; -1 keeps what fits")
+    truncation_side: StrictStr = Field("left", description="the side that truncation cuts: left or right")
     stream_options: StreamOptions | None = None
     echo: StrictBool = False
     return_token_ids: StrictBool = False
-    response_format: ResponseFormat | None = None
-    request_id: StrictStr | None = Field(None, description="used in the answer's id")
+    return_tokens_as_token_ids: StrictBool = Field(False, description="tokens of logprobs read token_id:N")
 
 
 class CompletionRequest(GenerationFields):
@@ -112,9 +153,28 @@ class ChatFields(BaseModel):
     add_special_tokens: StrictBool = False
     documents: list[Object] | None = None
     chat_template_kwargs: Object = Field({}, description="further variables of the chat template")
+    chat_template: StrictStr | None = Field(
+        None, description="jinja2 source in place of the model's; needs --trust-request-chat-template"
+    )
+    tools: Annotated[list[Object], Field(fail_fast=True)] | None = Field(
+        None,
+        description="functions that the model may call: {type: function, function: {name, description, parameters}}",
+    )
+    reasoning_effort: StrictStr | None = Field(
+        None, description="none, minimal, low, medium, high, xhigh or max; none turns thinking off where the model can"
+    )
 
 
 class ChatCompletionRequest(GenerationFields, ChatFields):
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = Field(
+        None, description="none, auto, required or {type: function, function: {name}}"
+    )
+    parallel_tool_calls: StrictBool = Field(True, description="false keeps the first call only")
+    include_reasoning: StrictBool = Field(True, description="false leaves the reasoning out of the answer")
+    thinking_token_budget: StrictInt | None = Field(
+        None, description="reasoning ends after so many tokens; -1 for no limit"
+    )
+    return_prompt_text: StrictBool = Field(False, description="send the rendered prompt with the answer")
     max_completion_tokens: StrictInt | None = Field(
         None, description="wins over max_tokens; the rest of the context when left out"
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
+
+from tpu_serve.request import Timing
 
 
 class ErrorDetail(BaseModel):
@@ -48,10 +51,60 @@ class Usage(BaseModel):
         return Usage.of(self.prompt_tokens, num_before, self.prompt_tokens_details.cached_tokens)
 
 
+class CompletionDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ReasoningUsage(Usage):
+    """Usage of an answer whose reasoning is told from its words; completion_tokens counts both."""
+
+    completion_tokens_details: CompletionDetails
+
+    @classmethod
+    def with_reasoning(cls, usage: Usage, num_reasoning: int) -> ReasoningUsage:
+        return cls(**dict(usage), completion_tokens_details=CompletionDetails(reasoning_tokens=num_reasoning))
+
+
+class PromptLogprob(BaseModel):
+    """Of one token at one place of the prompt. `rank` counts from 1 and is null for a token beyond the alternatives."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of the prompt; null for the first one."""
+
+
+class RequestMetrics(BaseModel):
+    """Where the time went, milliseconds; of several choices the one that came first. Null for what has not happened.
+
+    Attributes:
+      queue_ms: from the arrival until the request was admitted to the batch.
+      ttft_ms: from the arrival to the first token.
+    """
+
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing | None]) -> RequestMetrics:
+        known = [timing for timing in timings if timing is not None]
+        queues = [timing.admitted - timing.arrival for timing in known if timing.admitted is not None]
+        firsts = [timing.first_token - timing.arrival for timing in known if timing.first_token is not None]
+        return cls(
+            queue_ms=round(1000 * min(queues), 3) if queues else None,
+            ttft_ms=round(1000 * min(firsts), 3) if firsts else None,
+        )
+
+
 class CompletionLogprobs(BaseModel):
+    """One entry per token. The first token of an echoed prompt has null for its log-probabilities."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -62,7 +115,7 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -75,6 +128,7 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
     system_fingerprint: None = None
     service_tier: None = None
 
@@ -93,10 +147,27 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class FunctionCall(BaseModel):
+    """`arguments` is JSON text, as the model wrote it: valid only if the model was right."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
+    """The content is null when there is reasoning or a call and nothing else. reasoning_content repeats reasoning for older clients."""
+
     role: Literal["assistant"] = "assistant"
     content: str | None = None
-    reasoning: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
 
@@ -115,16 +186,35 @@ class ChatReply(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ReasoningUsage | Usage
+    metrics: RequestMetrics | None = None
     system_fingerprint: None = None
     service_tier: None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+
+
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """A call's id, type and name come once, with its first part; its arguments come in pieces."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -142,12 +232,18 @@ class ChatChunk(BaseModel):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: ReasoningUsage | Usage | None = None
+    metrics: RequestMetrics | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class ModelCard(BaseModel):
-    """One served name. `root` is where the weights come from; `max_model_len` is null while the model loads."""
+    """One served name. `root` is where the weights come from; `max_model_len` is null while the model loads.
+
+    Attributes:
+      reasoning_parser, tool_call_parser: how answers are read; null where they are taken as they are, and while the model loads.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -156,6 +252,8 @@ class ModelCard(BaseModel):
     root: str
     parent: None = None
     max_model_len: int | None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     permission: list[dict[str, Any]]
 
 
@@ -176,9 +274,10 @@ class DetokenizeReply(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """Why the server cannot answer now: loading (with the phase and its share in percent), draining or dead."""
+    """Why the server cannot answer now: loading (with the phase and its share in percent), draining, dead, or stalled: it
+    said so only when it was asked to generate."""
 
-    status: Literal["loading", "draining", "dead"]
+    status: Literal["loading", "draining", "dead", "stalled"]
     phase: str | None = None
     percent: int | None = None
     reason: str | None = None
@@ -190,6 +289,24 @@ class VersionReply(BaseModel):
 
 class LoadReply(BaseModel):
     server_load: int
+
+
+class SuccessReply(BaseModel):
+    success: bool
+
+
+class ServerInfoReply(BaseModel):
+    """What this server is: options that differ from their defaults (keys left out), versions, devices, and the engine's sizes."""
+
+    version: str
+    versions: dict[str, str]
+    status: str
+    models: list[str]
+    uptime_seconds: float
+    server_options: dict[str, Any]
+    engine_options: dict[str, Any]
+    devices: list[dict[str, Any]]
+    engine: dict[str, Any] | None
 
 
 def whole(reply: BaseModel) -> dict[str, Any]:

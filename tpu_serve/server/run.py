@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -21,6 +21,8 @@ from tpu_serve import __version__
 from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
 from tpu_serve.engine.engine import Engine
 from tpu_serve.server.app import create_app
+from tpu_serve.server.info import server_options
+from tpu_serve.server.listening import http_config, listening, tls_options, url_of
 from tpu_serve.server.logs import configure_logging
 from tpu_serve.server.state import ServerState
 from tpu_serve.server.stats_line import StatsLine
@@ -32,8 +34,8 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 LAST_WORDS = 1.5
 """Seconds that answers get to tell their clients that they end early."""
-WORTH_A_LINE = 0.1
-"""Seconds that a phase of loading must take to be mentioned."""
+WORTH_MENTION = 0.1
+"""Seconds that a phase of loading must take to be mentioned at the end."""
 CLOSING = 2.0
 """Seconds that the engine's thread gets to finish its step."""
 
@@ -48,16 +50,16 @@ def serve(server: ServerConfig, engine: EngineConfig, build: Build | None = None
       The exit code: 0 after a signal (128 + its number when a second one cut the first one's wait short), 1 after a failure, 2 when the
       port or the configuration cannot be used. When a thread cannot be stopped, the process exits here instead.
     """
-    configure_logging(server.log_level)
+    configure_logging(server)
     try:
         _check_files(server)
-        listener = _listen(server.host, server.port)
+        tls = tls_options(server)
+        with listening(server) as listener:
+            run = _Run(server, engine, build or _build_engine, listener, tls)
+            code = asyncio.run(run.main())
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_CONFIG
-    with listener:
-        run = _Run(server, engine, build or _build_engine, listener)
-        code = asyncio.run(run.main())
     if run.is_stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -72,37 +74,9 @@ def _build_engine(config: EngineConfig, on_phase: Callable[[str, float], None]) 
 
 
 def _check_files(server: ServerConfig) -> None:
+    _ = server.api_keys  # reads their file
     if server.chat_template is not None and not Path(server.chat_template).is_file():
         raise ConfigError(f"--chat-template {server.chat_template} is not a file.")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-      ConfigError: the address cannot be used.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"--port {port} is in use on {host}; choose another one, or 0 for any free one."
-            ) from None
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"--host {host} is not an address of this machine.") from None
-        raise ConfigError(f"--port {port} on {host} cannot be used: {error.strerror}.") from None
-    return listener
 
 
 class _HttpServer(uvicorn.Server):
@@ -120,25 +94,20 @@ class _Run:
       is_stuck: at the end, a thread still runs that nothing can stop.
     """
 
-    def __init__(self, server: ServerConfig, engine: EngineConfig, build: Build, listener: socket.socket):
+    def __init__(
+        self, server: ServerConfig, engine: EngineConfig, build: Build, listener: socket.socket, tls: dict[str, Any]
+    ):
         self._server, self._engine, self._build, self._listener = server, engine, build, listener
-        host, port = listener.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = url_of(listener, server)
         self._model = engine.model.served_name
         self._state = ServerState(
             server, server.served_model_name or (self._model,), engine.model.source, self._on_death
         )
-        config = uvicorn.Config(
-            create_app(server, self._state),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            timeout_graceful_shutdown=1,
-        )
-        self._http = _HttpServer(config)
+        self._http = _HttpServer(http_config(create_app(server, self._state), server, tls))
         self._loader = threading.Thread(target=self._load, name="loader", daemon=True)
         self._started = time.monotonic()
         self._phase: tuple[str, float] | None = None
+        self._phases: list[str] = []
         self._code = 0
         self._last_line = ""
         self._num_signals = 0
@@ -150,10 +119,9 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        options = [f"{name}={value}" for name, value in self._engine.non_default().items() if name != "model"]
-        logger.info(
-            "tpu-serve %s listens on %s and loads %s", __version__, self._url, " ".join([self._model, *options])
-        )
+        logger.info("tpu-serve %s listens on %s and loads %s", __version__, self._url, self._model)
+        if options := server_options(self._server) | self._engine.non_default():
+            logger.info("non-default args: %s", options)
         self._loader.start()
         await self._http.serve(sockets=[self._listener])
         if self._stats is not None:
@@ -161,6 +129,8 @@ class _Run:
         closer = self._close_engine()
         if closer is not None:
             closer.join(CLOSING)
+        if self._state.tracing is not None:
+            self._state.tracing.close()
         self.is_stuck = self._loader.is_alive() or (closer is not None and closer.is_alive())
         if self._code != EXIT_CONFIG:  # which has said everything
             logger.log(logging.ERROR if self._code == EXIT_FAILED else logging.INFO, "Exiting: %s", self._last_line)
@@ -189,8 +159,9 @@ class _Run:
     def _log_phase(self) -> None:
         if self._phase is not None:
             seconds = time.monotonic() - self._phase[1]
-            level = logging.INFO if seconds >= WORTH_A_LINE else logging.DEBUG
-            logger.log(level, "Loading: %s took %.1f s", self._phase[0], seconds)
+            logger.debug("Loading: %s took %.1f s", self._phase[0], seconds)
+            if seconds >= WORTH_MENTION:
+                self._phases.append(f"{self._phase[0]} {seconds:.1f} s")
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
@@ -201,23 +172,26 @@ class _Run:
     def _on_loaded(self, engine: Engine) -> None:
         try:
             self._state.ready(engine)
+            if self._state.service is not None:
+                self._state.service.grammars.warm_up()
         except ConfigError as error:
             self._on_load_failure(error)
             return
-        logger.info(
-            "Serving %s at %s after %.1f s. Application startup complete.",
-            ", ".join(self._state.names),
-            self._url,
-            time.monotonic() - self._started,
-        )
-        if self._server.log_stats_interval:
+        seconds = time.monotonic() - self._started
+        phases = f" ({', '.join(self._phases)})" if self._phases else ""
+        names = ", ".join(self._state.names)
+        logger.info("Serving %s at %s after %.1f s%s. Application startup complete.", names, self._url, seconds, phases)
+        if self._server.log_stats_interval and not self._server.disable_log_stats:
             self._stats = self._loop.create_task(self._log_stats(StatsLine(engine.core.scheduler)))
 
     async def _log_stats(self, line: StatsLine) -> None:
+        then = time.monotonic()
         while True:
             await asyncio.sleep(self._server.log_stats_interval)
-            if (text := line.take(self._server.log_stats_interval)) is not None:
+            now = time.monotonic()  # a busy loop wakes late
+            if (text := line.take(now - then)) is not None:
                 logger.info("%s", text)
+            then = now
 
     def _on_load_failure(self, error: Exception) -> None:
         if isinstance(error, ConfigError):
@@ -275,6 +249,6 @@ class _Run:
         """Ends the engine's thread; in another one, because that waits for the step under way."""
         if self._state.service is None:
             return None
-        closer = threading.Thread(target=self._state.service.frontend.close, name="closer", daemon=True)
+        closer = threading.Thread(target=self._state.service.close, name="closer", daemon=True)
         closer.start()
         return closer

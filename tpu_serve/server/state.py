@@ -9,15 +9,20 @@ from typing import Literal
 
 from tpu_serve.config import ServerConfig
 from tpu_serve.engine.engine import Engine
-from tpu_serve.server.errors import unavailable
-from tpu_serve.server.fanout import shutting_down
+from tpu_serve.request import InvalidRequest
+from tpu_serve.server.body import BodyReader
+from tpu_serve.server.deep_health import DeepHealth
+from tpu_serve.server.errors import HttpError, queue_full, shutting_down, unavailable
 from tpu_serve.server.metrics import Metrics
 from tpu_serve.server.replies import HealthReply
 from tpu_serve.server.service import Service
+from tpu_serve.server.tracing import Observers, Tracing
 
 Status = Literal["loading", "ready", "draining", "dead"]
 RETRY_AFTER_LOADING = 5
 RETRY_AFTER_DEATH = 30
+LAST_BODY = 2.0
+"""Seconds that a body still on its way gets when the server starts to end."""
 
 
 class ServerState:
@@ -29,8 +34,15 @@ class ServerState:
       root: where the model comes from.
       on_failure: called once with a sentence when the engine fails while it runs.
 
+    Raises:
+      ConfigError: traces are asked for and cannot be made.
+
     Attributes:
       service: None until the engine is ready.
+      tracing: None when nobody asked for traces; whoever ends the server closes it.
+      bodies: reads request bodies.
+      started: on the monotonic clock, in seconds.
+      probe: asks the engine for a token.
       num_inference: inference requests under way, from their arrival to the last byte of the answer.
     """
 
@@ -42,13 +54,16 @@ class ServerState:
         on_failure: Callable[[str], None] = lambda _: None,
     ):
         self.config, self.names, self.root = config, names, root
-        self.created = int(time.time())
+        self.created, self.started = int(time.time()), time.monotonic()
         self.phase, self.percent = "starting", 0
         self.service: Service | None = None
         self._failure: str | None = None
         self.is_draining = False
         self.num_inference = 0
-        self.metrics = Metrics(names[0])
+        self.metrics = Metrics(names[0], config.metrics_prefix)
+        self.tracing = None if config.otlp_traces_endpoint is None else Tracing(config.otlp_traces_endpoint, names[0])
+        self.bodies = BodyReader(config.max_request_bytes, config.body_timeout)
+        self.probe = DeepHealth()
         self._on_failure = on_failure
 
     @property
@@ -76,7 +91,8 @@ class ServerState:
         Raises:
           ConfigError: the chat template cannot be used.
         """
-        self.service = Service.start(engine, self.config, self.names, self.metrics, self.fail)
+        observer = self.metrics if self.tracing is None else Observers(self.metrics, self.tracing)
+        self.service = Service.start(engine, self.config, self.names, observer, self.fail)
         self.metrics.watch(engine)
 
     def fail(self, why: str) -> None:
@@ -88,6 +104,7 @@ class ServerState:
     def drain(self) -> None:
         """Refuses inference requests from now on; those under way go on."""
         self.is_draining = True
+        self.bodies.hurry(LAST_BODY)
 
     def health(self) -> HealthReply | None:
         """Why the server cannot answer now, or None when it can."""
@@ -100,6 +117,20 @@ class ServerState:
                 return HealthReply(status="draining")
             case "dead":
                 return HealthReply(status="dead", reason=self.failure)
+
+    async def deep_health(self) -> HealthReply | None:
+        """As `health`, and besides the engine must make a token, or others' tokens, within some seconds."""
+        trouble = self.health()
+        if trouble is not None or self.service is None:
+            return trouble
+        why = await self.probe.check(self.service)
+        # What has failed meanwhile is the better answer.
+        return None if why is None else self.health() or HealthReply(status="stalled", reason=why)
+
+    def overloaded(self, error: InvalidRequest) -> HttpError:
+        """What HTTP says of a request that the full queue refused."""
+        seconds = 1.0 if self.service is None else self.service.frontend.retry_after_seconds
+        return queue_full(error.message, self.config.queue_full_status, seconds)
 
     def require_service(self) -> Service:
         """The service, for endpoints that do not generate.

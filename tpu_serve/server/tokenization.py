@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tpu_serve.request import InvalidRequest
+from tpu_serve.server.chat_prompt import chat_prompt
 from tpu_serve.server.errors import show
-from tpu_serve.server.prompt import chat_token_ids
 from tpu_serve.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest, given_fields, parse
 from tpu_serve.server.replies import DetokenizeReply, TokenizeReply, whole
 from tpu_serve.server.service import LONG_TEXT, Service, check_model
@@ -32,7 +32,7 @@ async def tokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[s
     else:
         chat, ignored = parse(TokenizeChatRequest, body, strict_fields=service.strict_fields)
         check_model(chat.model, service.names)
-        token_ids, unknown = await chat_token_ids(service, chat)
+        token_ids, _, unknown = await chat_prompt(service, chat)
         ignored += unknown
     wants_texts = given.get("return_token_strs", False)
     texts = await in_thread(_token_texts, service, token_ids) if wants_texts else None
