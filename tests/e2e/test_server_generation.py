@@ -9,7 +9,7 @@ from test_server_answers import check_both_modes, join
 from test_server_errors import CHAT, COMPLETIONS, USER, check_error
 
 from tpu_serve.config import ServerConfig
-from tpu_serve.request import Request, SamplingParams
+from tpu_serve.request import NOTHING_ALLOWED_ID, Request, SamplingParams
 
 SCRIPTED = ServerConfig(enable_scripted_output=True)
 
@@ -219,3 +219,13 @@ async def test_answers_say_where_their_time_went():
             assert chunks[-1]["metrics"]["ttft_ms"] >= 20
             assert all("metrics" not in chunk for chunk in chunks[:-1])
         assert join(chunks)[0]["finish_reason"] == "length"
+
+
+@asynchronous
+async def test_fields_that_leave_nothing_to_say_are_the_callers_mistake():
+    async with serving(runner=FakeRunner(script=lambda request, index: NOTHING_ALLOWED_ID)) as served:
+        body = {"prompt": "hi", "allowed_token_ids": [97], "logit_bias": {"97": -100}}
+        check_error(await served.post(COMPLETIONS, body), 400, None, "nothing_allowed")
+        (event,) = await served.events(COMPLETIONS, **body)
+        assert event["error"]["reason"] == "nothing_allowed"
+        await served.idle()

@@ -8,7 +8,7 @@ import pytest
 from chat_modes import CHAT, USER, ask, ask_one
 from fakes import END, TEMPLATE, FakeRunner, asynchronous, saying, serving
 
-from tpu_serve.config import ServerConfig
+from tpu_serve.config import ConfigError, ServerConfig
 from tpu_serve.constraint.masks import is_allowed
 from tpu_serve.request import Request
 from tpu_serve.scheduler.step import SampledToken
@@ -194,6 +194,14 @@ async def test_variables_of_the_template():
         }
         response = await served.post(CHAT, body)
         assert response.headers["x-tpu-serve-ignored"] == "chat_template_kwargs.a,reasoning_effort,documents"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+@asynchronous
+async def test_the_server_has_no_default_for_what_requests_say(name: str):
+    with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs cannot set {name}"):
+        async with serving(ServerConfig(default_chat_template_kwargs={name: False})):
+            pass
 
 
 @asynchronous

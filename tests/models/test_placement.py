@@ -79,9 +79,9 @@ def test_simulated_devices_share_the_memory_of_the_host():
 def test_weights_too_large_for_a_tpu_name_the_option_that_helps():
     layout = CacheLayout.uniform(4, 2, 32, jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"need 40.00 GiB on each device.*On more devices \(--tensor-parallel-size\)"):
-        make_plan(EngineConfig(), 2048, 40 * 2**30, layout, TPU_CHIPS["v6e"])
+        make_plan(EngineConfig(), 2048, 448, 40 * 2**30, layout, TPU_CHIPS["v6e"])
     with pytest.raises(ConfigError, match=r"KV cache of 9000000 pages.*On more devices \(--tensor-parallel-size\)"):
-        make_plan(EngineConfig.from_options(num_pages=9_000_000), 2048, 2**30, layout, TPU_CHIPS["v6e"])
+        make_plan(EngineConfig.from_options(num_pages=9_000_000), 2048, 448, 2**30, layout, TPU_CHIPS["v6e"])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -27,7 +27,7 @@ def bench_prefill(config: EngineConfig, sweep: Sweep, on_phase: Phase, on_run: C
       ConfigError: the engine cannot be built, or a case does not fit it. What config.json tells is checked before weights load.
     """
     num_tokens = max(sweep.input_lens) + 1
-    engine, driver = _prepare(config, sweep, num_tokens, on_phase)
+    engine, driver = prepare(config, sweep, num_tokens, on_phase)
     before = num_compiled()
     results = prefill.run_prefill(driver, sweep, on_run)
     return _report("prefill", prefill.COLUMNS, engine, sweep, {}, before, results)
@@ -45,22 +45,36 @@ def bench_decode(
         raise ConfigError(
             "--output-len must be at least 3: neither the first token nor the last comes from a full decode step."
         )
-    engine, driver = _prepare(config, sweep, max(sweep.input_lens) + output_len, on_phase)
+    engine, driver = prepare(config, sweep, max(sweep.input_lens) + output_len, on_phase)
     before = num_compiled()
     results = decode.run_decode(driver, sweep, output_len, on_run)
     return _report("decode", decode.COLUMNS, engine, sweep, {"output_len": output_len}, before, results)
 
 
-def _prepare(config: EngineConfig, sweep: Sweep, num_tokens: int, on_phase: Phase) -> tuple[Engine, Driver]:
-    folder = resolve(config.model.source, config.model.revision, weights=False)
-    longest = build_model(read_config(folder, config.model.hf_overrides)).max_position
-    check_context(num_tokens, min(config.model.max_model_len or longest, longest))
+def prepare(config: EngineConfig, sweep: Sweep, num_tokens: int, on_phase: Phase) -> tuple[Engine, Driver]:
+    """An engine with a driver for a sweep whose sequences have up to `num_tokens` tokens.
+
+    Raises:
+      ConfigError: as for `bench_prefill`.
+    """
+    check_context(num_tokens, longest_context(config))
     if config.scheduler.max_num_seqs is not None:
         check_batch(max(sweep.batch_sizes), config.scheduler.max_num_seqs)
     engine = build_engine(config, on_phase)
     driver = Driver(engine.core, engine.info.vocab_size, config.model.seed)
     driver.check(sweep.batch_sizes, num_tokens)
     return engine, driver
+
+
+def longest_context(config: EngineConfig) -> int:
+    """Tokens that a sequence may have at most, from options and config.json alone; the engine may find that fewer fit.
+
+    Raises:
+      ConfigError: there is no such model, or it is not supported.
+    """
+    folder = resolve(config.model.source, config.model.revision, weights=False)
+    longest = build_model(read_config(folder, config.model.hf_overrides)).max_position
+    return min(config.model.given_max_model_len or longest, longest)
 
 
 def _report(

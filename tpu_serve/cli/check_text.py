@@ -141,9 +141,10 @@ def _memory(report: Report, config: EngineConfig) -> Iterator[str]:
     if plan is None or report.cache_bytes is None:
         yield f"  it does not fit: {report.problem}"
         return
-    taken = report.design.param_bytes + report.cache_bytes
+    taken = report.design.param_bytes + report.cache_bytes + plan.sampler_bytes
     yield (
-        f"  it fits: {_size(report.design.param_bytes)} of weights and {_size(report.cache_bytes)} of caches, {_size(taken)} in all"
+        f"  it fits: {_size(report.design.param_bytes)} of weights, {_size(report.cache_bytes)} of caches and "
+        f"{_size(plan.sampler_bytes)} of the sampler, {_size(taken)} in all"
     )
     for line in report.caches:
         seeing = "" if line.window is None else f" for layers that see {line.window} tokens"

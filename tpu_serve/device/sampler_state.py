@@ -23,7 +23,7 @@ class SamplerState:
 
     Attributes:
       counts: u16[slots, V], for penalties: `IN_PROMPT` and how often each token was generated.
-      bias_ids: i32[slots, MAX_BIASES], tokens whose logits are changed, each at most once; V and more in unused entries.
+      bias_ids: i32[slots, MAX_BIASES], tokens whose logits are changed, those of one token add up; V and more in unused entries.
       bias_values: f32[slots, MAX_BIASES], what is added to the logit.
       bias_until: i32[slots, MAX_BIASES], output position from which the entry no longer applies.
     """

@@ -6,9 +6,10 @@ from tpu_serve.request import NOT_A_NUMBER_ID, NOTHING_ALLOWED_ID, FinishReason,
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import SampledToken
 
+NOTHING_ALLOWED = "no token was allowed: what the request forbids and what it constrains leave nothing to say"
 ERRORS = {
     NOT_A_NUMBER_ID: "the model's output for this request is not a number",
-    NOTHING_ALLOWED_ID: "no token was allowed: what the request forbids and what it constrains leave nothing to say",
+    NOTHING_ALLOWED_ID: NOTHING_ALLOWED,
 }
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from tpu_serve.engine.client import EngineDead, RequestFailed
 from tpu_serve.request import InvalidRequest
+from tpu_serve.scheduler.verdict import NOTHING_ALLOWED
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HttpError):
         return _body(error.status, error.message, error.reason, type=error.type, code=error.code)
     if isinstance(error, RequestFailed):
+        if str(error) == NOTHING_ALLOWED:  # seen late, but what was asked for contradicts itself
+            return _body(400, f"The request could not be finished: {NOTHING_ALLOWED}.", "nothing_allowed")
         return _body(500, f"The request could not be finished: {str(error).rstrip('.')}.", "request_failed")
     if isinstance(error, EngineDead):
         return _body(500, f"The request could not be finished: {error}.", "engine_failed")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_serve.config import ServerConfig
+from tpu_serve.config import ConfigError, ServerConfig
 from tpu_serve.constraint.compiler import GrammarCompiler
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.frontend import Frontend, Observer
@@ -17,7 +17,7 @@ from tpu_serve.engine.intake import ModelInfo
 from tpu_serve.parsing.registry import Formats
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server.errors import show
-from tpu_serve.text.chat_template import ChatTemplate
+from tpu_serve.text.chat_template import RENDER_ARGUMENTS, ChatTemplate
 from tpu_serve.text.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000
@@ -74,6 +74,9 @@ class Service:
         Raises:
           ConfigError: the chat template cannot be used, or a parser of answers is not known.
         """
+        for name in config.default_chat_template_kwargs:
+            if name in RENDER_ARGUMENTS or name == "self":
+                raise ConfigError(f"--default-chat-template-kwargs cannot set {name}: each request says it for itself.")
         template = ChatTemplate.load(engine.tokenizer, config.chat_template)
         formats = Formats.choose(
             reasoning=config.reasoning_parser,
