@@ -77,6 +77,16 @@ async def test_tokens_of_reasoning_are_counted(template: str, text: str, num_rea
 
 
 @asynchronous
+async def test_a_call_that_ends_a_thought_is_not_counted():
+    thought, call = "hm<tool_call>\n{", '"name": "f", "arguments": {}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with serving(QWEN, runner=FakeRunner(script=saying(thought + call)), template=THINKER) as served:
+        (choice,) = await ask(served, tools=tools)
+        assert choice["message"]["reasoning"] == "hm"
+        assert choice["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+
+
+@asynchronous
 async def test_reasoning_under_one_name_only():
     config = ServerConfig(reasoning_content=False)
     async with serving(config, runner=FakeRunner(script=saying("<think>a</think>b"))) as served:

@@ -11,7 +11,7 @@ class ReasoningCounter:
     """Counts tokens whose text is reasoning or a tag of it, whatever pieces of text they are sent in.
 
     Args:
-      parser: an unused one, without calls.
+      parser: an unused one, the same as the answer's, since a call may end a thought.
       token_bytes: of a token id.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -106,7 +107,9 @@ class ChatAnswer:
                 deltas = self._reader(piece.index).read(piece)
                 held = waiting.pop(piece.index, None)
                 if held is not None:
-                    piece.token_ids, piece.logprobs = held.token_ids + piece.token_ids, held.logprobs + piece.logprobs
+                    held.token_ids += piece.token_ids  # in place, for reasoning that is not shown is long
+                    held.logprobs += piece.logprobs
+                    piece.token_ids, piece.logprobs = held.token_ids, held.logprobs
                 if not deltas and piece.finish_reason is None:
                     waiting[piece.index] = piece  # its text may be part of a tag
                     continue
@@ -140,7 +143,8 @@ class ChatAnswer:
         reader = self._readers.get(index)
         if reader is None:
             service, use, prompt = self._service, self._use, self._prompt.text
-            parser = service.formats.parser(
+            new_parser = functools.partial(
+                service.formats.parser,
                 tools=use.tools,
                 reads_calls=use.reads_calls,
                 is_plain=use.is_forced and service.formats.calls is None,
@@ -148,9 +152,9 @@ class ChatAnswer:
             )
             counter = None
             if service.formats.reasoning is not None:
-                counter = ReasoningCounter(service.formats.parser(prompt=prompt), service.tokenizer.token_bytes)
+                counter = ReasoningCounter(new_parser(), service.tokenizer.token_bytes)
             reader = self._readers[index] = ChatChoiceReader(
-                parser,
+                new_parser(),
                 counter,
                 use,
                 shows_reasoning=self._request.include_reasoning,
