@@ -155,6 +155,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "parameters"),
+    *(({"tools": [function(name)]}, "tools", "letters, digits") for name in ("a b", "f>g", "\u00e4", "x" * 129)),
     ({"tools": ["f"]}, "tools", "object"),
     ({"tool_choice": "auto"}, "tool_choice", "tools"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),

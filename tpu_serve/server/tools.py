@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from tpu_serve.server.parameters import unsupported
 from tpu_serve.server.protocol import ChatCompletionRequest
 
 MAX_TOOLS = 512
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+"""Other characters end a name in one or the other of the forms in which models write calls."""
 Mode = Literal["none", "auto", "required", "named"]
 
 
@@ -76,6 +79,11 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[s
             if value == "" and name != "name":
                 continue
             raise InvalidRequest("tools", f"{where}.function.{name} must be {wish}, got {show(value)}.", "invalid_type")
+        if not TOOL_NAME.fullmatch(function["name"]):
+            raise InvalidRequest(
+                "tools",
+                f"{where}.function.name must be 1 to 128 letters, digits, dots, colons, underscores and dashes, got {show(function['name'])}.",
+            )
     return tools
 
 
