@@ -104,6 +104,20 @@ def test_what_cannot_run(words, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["latency", "throughput", "startup"])
+def test_engine_flags_of_other_programs_are_known(kind, monkeypatch, caplog, capsys):
+    def stop(*_, **__):
+        raise ConfigError("far enough")
+
+    for name in ("latency.bench_latency", "throughput.bench_throughput", "startup.bench_startup"):
+        monkeypatch.setattr(f"tpu_serve.bench.{name}", stop)
+    assert main(["bench", kind, *SMALL, "--enforce-eager", "--trust-remote-code", "--enable-chunked-prefill"]) == 2
+    assert "far enough" in capsys.readouterr().err
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["--enforce-eager", "--trust-remote-code"]
+    assert main(["bench", kind, *SMALL, "--enable-lora"]) == 2
+    assert "merge the adapter" in capsys.readouterr().err
+
+
 def test_one_start_in_a_process_of_its_own(bench):
     out, found = bench("startup", "--num-iters-cold", "0", "--num-iters-warmup", "0", "--num-iters-warm", "1")
     (phases,) = found["warm_phases"]

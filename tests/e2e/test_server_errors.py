@@ -360,12 +360,26 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 
 @asynchronous
+async def test_every_wrong_key_of_a_bias_is_named_but_no_flood_of_them():
+    async with serving() as served:
+        for keys, shown in (
+            (["one", "2", "two"], "'one', 'two'."),
+            ([f"k{number}" for number in range(500)], "'k9', …."),
+        ):
+            response = await served.post(CHAT, {"messages": [USER], "logit_bias": dict.fromkeys(keys, 1)})
+            message = check_error(response, 400, "logit_bias", "invalid_value")
+            assert message.endswith(shown)
+            assert len(message) < 200
+
+
+@asynchronous
 async def test_a_defect_is_a_500_that_says_nothing_and_hurts_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async with serving() as served:
         with monkeypatch.context() as patch:
-            patch.setattr(Tokenizer, "token_text", lambda self, token_id: 1 / 0)
+            for method in ("token_text", "token_spelling"):
+                patch.setattr(Tokenizer, method, lambda self, token_id: 1 / 0)
             check_error(await served.post(COMPLETIONS, {"prompt": "hi", "logprobs": 1}), 500, None, "internal_error")
             events = await served.events(COMPLETIONS, prompt="hi", logprobs=1)
             assert [event["error"]["reason"] for event in events] == ["internal_error"]

@@ -123,6 +123,14 @@ def test_token_texts_of_a_prompt_join_to_the_prompt():
     assert "".join(tokenizer.token_text(token_id) for token_id in tokenizer.encode(prompt)) == prompt
 
 
+def test_spellings_are_those_of_the_vocabulary():
+    tokenizer = TOKENIZERS["embedded"]
+    ids = tokenizer.encode("Bob has 20é<|im_end|>")
+    spellings = [tokenizer.token_spelling(token_id) for token_id in ids]
+    assert [tokenizer.token_id(spelling) for spelling in spellings] == ids
+    assert "".join(spellings) == "BobĠhasĠ20Ã©<|im_end|>"
+
+
 def test_added_tokens_are_literal_text():
     backend = byte_level_backend()
     backend.add_tokens(["naïve"])  # every letter is also one of the byte alphabet, yet the token is not six bytes
@@ -143,6 +151,7 @@ def test_ids_outside_the_vocabulary_give_no_text(name):
     outside = [-1, tokenizer.vocab_size, 2**31, 2**63, 2**70]
     assert tokenizer.decode([*outside, *inside, *outside]) == "ab"
     assert {tokenizer.token_text(token_id) for token_id in outside} == {""}
+    assert {tokenizer.token_spelling(token_id) for token_id in outside} == {""}
 
 
 def test_one_leading_space_is_dropped_only_where_the_decoder_says_so():

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tpu_serve.cli.bench_dataset import add_dataset_options, dataset_options
-from tpu_serve.cli.options import add_engine_options, engine_config, positive
+from tpu_serve.cli.foreign import add_foreign_flags
+from tpu_serve.cli.foreign_table import ENGINE_FLAGS
+from tpu_serve.cli.options import add_engine_options, engine_config, log_notes, positive
 from tpu_serve.config import ConfigError
 
 
@@ -66,6 +68,7 @@ def run_latency(arguments: argparse.Namespace) -> int:
         raise ConfigError("--output-json has nothing to hold with --profile: a traced batch is not measured.")
     check_writable(arguments.output_json)
     config = engine_config(arguments, enable_prefix_caching=False)
+    log_notes(arguments)
 
     from tpu_serve.bench.latency import LatencyPlan, bench_latency
     from tpu_serve.cli.progress import Progress
@@ -100,6 +103,7 @@ def run_throughput(arguments: argparse.Namespace) -> int:
     if arguments.async_engine and getattr(arguments, "max_num_queued_reqs", 0) < num_sequences:
         forced["max_num_queued_reqs"] = num_sequences
     config = engine_config(arguments, **forced)
+    log_notes(arguments)
 
     from tpu_serve.bench.throughput import bench_throughput
     from tpu_serve.cli.progress import Progress
@@ -132,6 +136,7 @@ def run_startup(arguments: argparse.Namespace) -> int:
         counts = (counts[0], 0, 0)
     check_writable(arguments.output_json)
     config = engine_config(arguments)
+    log_notes(arguments)
 
     from tpu_serve.bench.startup import bench_startup
     from tpu_serve.cli.progress import Progress
@@ -162,6 +167,7 @@ def write_json(file: Path, document: Mapping[str, Any]) -> None:
 def _finish(parser: argparse.ArgumentParser, run: Any, without: set[str] | None = None) -> None:
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to FILE")
     add_engine_options(parser, without=without or set())
+    add_foreign_flags(parser, ENGINE_FLAGS)
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -79,7 +79,9 @@ class ServerConfig:
     stream_interval: int = option(
         1, "tokens that a chunk of a stream has at least; the first and the last one never wait"
     )
-    enable_force_include_usage: bool = option(False, "end every stream with its usage, asked for or not")
+    enable_force_include_usage: bool = option(
+        False, "put the usage on every chunk of every stream and at its end, asked for or not"
+    )
     enable_scripted_output: bool = option(
         False, "for tests: let requests say with scripted_token_ids what the model is to answer"
     )

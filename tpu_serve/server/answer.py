@@ -113,8 +113,10 @@ def check_num_choices(service: Service, num_prompts: int, num_choices: int, para
 
 def stream_usage(service: Service, request: GenerationFields) -> tuple[bool, bool]:
     """Whether a stream ends with its usage, and whether every chunk has it too."""
+    if service.include_usage:
+        return True, True
     options = request.stream_options
-    at_end = service.include_usage or bool(options and options.include_usage)
+    at_end = bool(options and options.include_usage)
     return at_end, at_end and bool(options and options.continuous_usage_stats)
 
 

@@ -13,6 +13,7 @@ from tpu_serve.server.service import Service
 from tpu_serve.server.structured import form_of
 
 MAX_LENGTH = 2**31 - 1
+MAX_KEYS_SHOWN = 10
 
 
 def sampling_params(
@@ -107,10 +108,12 @@ def _read_biases(given: Mapping[str, object] | None) -> dict[int, float] | None:
         raise InvalidRequest(
             "logit_bias", f"logit_bias holds {len(given)} tokens; at most {MAX_BIASES} are allowed.", "too_many_biases"
         )
+    wrong = [key for key in given if not re.fullmatch("0|-?[1-9][0-9]{0,18}", key)]
+    if wrong:
+        shown = ", ".join(map(show, wrong[:MAX_KEYS_SHOWN])) + (", …" if len(wrong) > MAX_KEYS_SHOWN else "")
+        raise InvalidRequest("logit_bias", f"The keys of logit_bias must be token ids, got {shown}.")
     biases: dict[int, float] = {}
     for key, value in given.items():
-        if not re.fullmatch("0|-?[1-9][0-9]{0,18}", key):
-            raise InvalidRequest("logit_bias", f"The keys of logit_bias must be token ids, got {show(key)}.")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidRequest(
                 "logit_bias", f"The values of logit_bias must be numbers, got {show(value)}.", "invalid_type"

@@ -36,7 +36,7 @@ class Service:
       strict_fields: refuse unknown request fields.
       log_requests: log one line per finished request.
       stream_interval: tokens that a chunk of a stream has at least, but for the first and the last one.
-      include_usage: streams end with their usage whether they ask for it or not.
+      include_usage: streams have their usage at their end and on every chunk, whether they ask for it or not.
       enable_scripted_output: requests may say what the model is to answer.
       formats: how the model writes reasoning and calls of tools.
       allows_auto_tools: requests may leave it to the model whether it calls a tool.

@@ -34,10 +34,10 @@ async def tokenize(body: Any, service: Service) -> tuple[dict[str, Any], tuple[s
         check_model(chat.model, service.names)
         token_ids, _, unknown = await chat_prompt(service, chat)
         ignored += unknown
-    wants_texts = given.get("return_token_strs", False)
-    texts = await in_thread(_token_texts, service, token_ids) if wants_texts else None
+    wants_spellings = given.get("return_token_strs", False)
+    spellings = await in_thread(_token_spellings, service, token_ids) if wants_spellings else None
     reply = TokenizeReply(
-        count=len(token_ids), max_model_len=service.info.max_model_len, tokens=token_ids, token_strs=texts
+        count=len(token_ids), max_model_len=service.info.max_model_len, tokens=token_ids, token_strs=spellings
     )
     return whole(reply), ignored
 
@@ -69,8 +69,8 @@ async def in_thread(work: Callable[[Service, list[int]], T], service: Service, t
     return await asyncio.to_thread(work, service, token_ids)
 
 
-def _token_texts(service: Service, token_ids: list[int]) -> list[str]:
-    return [service.tokenizer.token_text(token_id) for token_id in token_ids]
+def _token_spellings(service: Service, token_ids: list[int]) -> list[str]:
+    return [service.tokenizer.token_spelling(token_id) for token_id in token_ids]
 
 
 def _text(service: Service, token_ids: list[int]) -> str:

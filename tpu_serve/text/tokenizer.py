@@ -117,6 +117,10 @@ class Tokenizer:
         """A token shown alone, special ones too: its bytes as text, with U+FFFD where they are only part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def token_spelling(self, token_id: int) -> str:
+        """A token as the vocabulary writes it (`Ġis` where it is byte-level), which no other one shares; "" outside of it."""
+        return (self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, empty outside the vocabulary.
 
