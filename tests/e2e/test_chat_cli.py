@@ -259,9 +259,12 @@ class Terminal:
     """A command at a real terminal."""
 
     def __init__(self, *words):
-        self._process, self._fd = pty.fork()
-        if self._process == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "tpu_serve.cli.main", *words])
+        self._fd, inner = pty.openpty()
+        # The first terminal that the leader of a session opens is the one whose Ctrl-C it gets. Not by a fork: other tests here have threads.
+        takes_terminal = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        command = [sys.executable, "-c", takes_terminal, "-m", "tpu_serve.cli.main", *words]
+        self._process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+        os.close(inner)
         self.shown = ""
 
     def until(self, text, seconds=30):
@@ -280,10 +283,9 @@ class Terminal:
             while data := os.read(self._fd, 65536):
                 self.shown += data.decode("utf-8", "replace")
         os.close(self._fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        return self._process.wait(timeout=30)
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
 def test_keys_at_a_terminal():
     with live_server(runner=FakeRunner(seconds=0.01)) as (url, _):
         terminal = Terminal("complete", "--url", url, "--max-tokens", "200")

@@ -122,7 +122,7 @@ def test_help_imports_nothing_heavy_and_is_quick():
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         seconds.append(processor_seconds() - before)
         assert done.stderr == "[]\n"
-    assert min(seconds) < 0.3
+    assert min(seconds) < 1  # 0.25 on a quiet machine; importing jax alone takes more than this
 
 
 def processor_seconds():
