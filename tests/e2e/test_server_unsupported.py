@@ -57,6 +57,9 @@ async def test_harmless_and_unknown_fields():
                 response = await served.post(path, {**body, **({"stream": True} if stream and path[1] == "v" else {})})
                 assert response.status_code == 200, response.text
                 assert response.headers["x-tpu-serve-ignored"] == ignored
+        inside = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True, "padding": 3, "gone": None}}
+        response = await served.post(COMPLETIONS, inside)
+        assert response.headers["x-tpu-serve-ignored"] == "stream_options.padding"
         many = {f"field{number}" * 50: 1 for number in range(1000)}
         response = await served.post(COMPLETIONS, {"prompt": "hi", **many})
         assert len(response.headers["x-tpu-serve-ignored"]) < 2000
@@ -67,6 +70,8 @@ async def test_strict_fields_refuse_unknown_names():
     async with serving(ServerConfig(strict_fields=True)) as served:
         check_error(await served.post(COMPLETIONS, {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
         check_error(await served.post("/tokenize", {"prompt": "hi", "foo": 1}), 400, "foo", "unknown_field")
+        body = {"prompt": "hi", "stream": True, "stream_options": {"padding": 3}}
+        check_error(await served.post(COMPLETIONS, body), 400, "stream_options.padding", "unknown_field")
         assert (await served.post(COMPLETIONS, {"prompt": "hi", "user": "me", "foo": None})).status_code == 200
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
+
+from tpu_serve.cli.options import not_negative
 
 
 def add(kinds: Any) -> None:
@@ -20,7 +21,7 @@ def add(kinds: Any) -> None:
     add = parser.add_argument
     add("before", type=Path, help="result file")
     add("after", type=Path, help="result file that is judged against it")
-    add("--threshold", metavar="PERCENT", type=_percent, default=5.0,
+    add("--threshold", metavar="PERCENT", type=not_negative("percent"), default=5.0,
         help="changes of so many percent mean nothing, even when they repeat (default: %(default)g)")  # fmt: skip
     add("--allow-different", action="store_true", help="compare results of different shapes or settings all the same")
     add("--fail-if-worse", action="store_true", help="exit with 1 when any figure got worse")
@@ -36,13 +37,3 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(found.text())
     return int(arguments.fail_if_worse and found.num_worse > 0)
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of percent")
-    return value

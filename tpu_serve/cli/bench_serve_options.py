@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_serve.cli.bench_dataset import add_dataset_options
-from tpu_serve.cli.options import json_object, positive
+from tpu_serve.cli.options import json_object, not_negative, positive
 from tpu_serve.config.client import KEY_VARIABLES
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -42,7 +42,7 @@ def _add_server(group: Any) -> None:
     add("--api-key", metavar="KEY", help=f"also read from {' and '.join(KEY_VARIABLES)}")
     add("--header", metavar="NAME=VALUE", nargs="+", action="extend", default=[], help="further headers of requests")
     add("--insecure", action="store_true", help="do not check the server's certificate")
-    add("--ready-check-timeout-sec", metavar="S", type=_seconds, default=600.0,
+    add("--ready-check-timeout-sec", metavar="S", type=not_negative("seconds"), default=600.0,
         help="seconds to wait for the answer to a first request; 0 does without (default: %(default)g)")  # fmt: skip
 
 
@@ -98,16 +98,6 @@ def _add_result(group: Any) -> None:
     add("--result-dir", metavar="FOLDER", type=Path, help="of the file; implies --save-result")
     add("--result-filename", metavar="FILE", help="its name; implies --save-result (default: says what was run)")
     add("--disable-tqdm", action="store_true", help="no progress bar")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def _count(text: str) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -125,6 +126,21 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def not_negative(unit: str) -> Callable[[str], float]:
+    """An argparse type: a finite number of at least 0, of that unit."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit}")
+        return value
+
+    return read
 
 
 def _type_hints(*classes: type) -> dict[str, Any]:

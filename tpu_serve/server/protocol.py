@@ -6,7 +6,7 @@ Only types are checked here; what values mean is checked where they are used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -211,11 +211,30 @@ def parse(model: type[R], body: object, *, strict_fields: bool) -> tuple[R, tupl
       InvalidRequest: the body is not an object, a field has the wrong type, or asks for what is not served.
     """
     given = given_fields(body)
-    ignored = check_fields(given, model.model_fields, strict=strict_fields)
+    ignored = check_fields({**given, **_unknown_inside(model, given)}, model.model_fields, strict=strict_fields)
     try:
         return model.model_validate(given), ignored
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def _unknown_inside(model: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What nested objects hold that their models do not know, by names such as `stream_options.x`."""
+    unknown = {}
+    for name, value in given.items():
+        if name not in model.model_fields or not isinstance(value, dict):
+            continue
+        annotation = model.model_fields[name].annotation
+        for kind in get_args(annotation) or (annotation,):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.model_config.get("extra") != "allow":
+                unknown.update(
+                    {
+                        f"{name}.{key}": item
+                        for key, item in value.items()
+                        if item is not None and key not in kind.model_fields
+                    }
+                )
+    return unknown
 
 
 def given_fields(body: object) -> Mapping[str, Any]:
