@@ -50,7 +50,7 @@ class Clock:
 def params(num_devices=2):
     """Weights of a model whose first layer has no experts, as the loader pads and places them."""
     mesh = make_mesh(jax.devices()[:num_devices])
-    by_expert = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    by_expert = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "model")))
     random = np.random.default_rng(0)
 
     def weights(*shape):

@@ -43,7 +43,7 @@ def test_xlas_layer_computes_the_same_and_leaves_tokens_where_they_are():
     mesh = make_mesh(jax.devices()[:4])
     x, shares = inputs.tokens_and_weights(problem)
     ids, weights = inputs.expert_ids(problem, ROUTINGS[1]), inputs.expert_weights(problem)
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "model")))
     arguments = [jax.device_put(array, split) for array in (x, ids, shares, weights)]
     result = jax.jit(xla_layer(problem, mesh, cpu_chip()))(*arguments)
     assert result.sharding.is_equivalent_to(split, 2)

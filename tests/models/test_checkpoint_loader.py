@@ -112,7 +112,7 @@ def test_experts_one_by_one_and_fused_are_the_same(mesh, tmp_path):
     np.testing.assert_array_equal(np.asarray(one_by_one["up"][5]), stored[f"{LAYER}.5.up_proj.weight"].T)
     for name in ("gate", "up", "down"):
         np.testing.assert_array_equal(np.asarray(one_by_one[name]), np.asarray(fused[name]))
-        assert one_by_one[name].sharding.spec[0] == "model"
+        assert one_by_one[name].sharding.spec[0] == ("data", "model")
 
 
 def test_first_complete_source_is_read(mesh, tmp_path):

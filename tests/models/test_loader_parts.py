@@ -34,7 +34,7 @@ def test_every_layout_on_every_device(tmp_path, layout, num_devices):
     ]
     for name, expected in (("gate_up", gate_up), ("down", down)):
         assert loaded[name].dtype == jnp.bfloat16
-        assert loaded[name].sharding.spec[0] == "model"
+        assert loaded[name].sharding.spec[0] == ("data", "model")
         parts = shards(loaded[name])
         assert len(parts) == num_devices
         for device, (index, values) in parts.items():

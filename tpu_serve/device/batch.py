@@ -6,13 +6,20 @@ Letters: T tokens of the bucket, S sequence rows of the bucket, P pages a sequen
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def pytree(cls: type) -> type:
     """Registers a dataclass whose fields are all arrays or trees of arrays."""
     return jax.tree_util.register_dataclass(cls, data_fields=[item.name for item in fields(cls)], meta_fields=[])
+
+
+def zeros(shapes: Any) -> Any:
+    """Arrays of zeros with these shapes, types and shardings."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 @pytree

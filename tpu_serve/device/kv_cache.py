@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tpu_serve.device.batch import zeros
 from tpu_serve.device.chip import Chip
-from tpu_serve.device.mesh import AxisRules, named_sharding
+from tpu_serve.device.mesh import AxisRules, named_sharding, num_shares
 from tpu_serve.device.quantised import QuantisedArray
 
 SCALE_BYTES = 4
@@ -107,7 +108,7 @@ class CacheLayout:
         """The layout of what each device of the mesh holds."""
 
         def share(axis: str | None, size: int) -> int:
-            return size // mesh.shape[rules[axis]] if axis is not None and axis in rules else size
+            return size // num_shares(mesh, rules[axis]) if axis is not None and axis in rules else size
 
         def cut(layer: LayerCache) -> LayerCache:
             if isinstance(layer, PagedCache):
@@ -177,5 +178,4 @@ class CacheLayout:
 
     def allocate(self, num_pages: tuple[int, ...], page_size: int, num_rows: int, mesh: Mesh, rules: AxisRules) -> Any:
         """Zeroed arrays, arranged as `abstract` says."""
-        shapes = self.abstract(num_pages, page_size, num_rows, mesh, rules)
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes)
+        return zeros(self.abstract(num_pages, page_size, num_rows, mesh, rules))

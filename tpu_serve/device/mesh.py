@@ -1,7 +1,8 @@
-"""Devices in a row, and which logical axis of an array is split over them."""
+"""The mesh of devices, and which logical axis of an array is split over which of its axes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
@@ -9,10 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-AxisRules = Mapping[str, str]
-"""Logical axis name to mesh axis name; a name that is absent is not split."""
+MeshAxes = str | tuple[str, ...]
+"""What one dimension of an array is split over: a mesh axis, or several of them, the first one outermost."""
+AxisRules = Mapping[str, MeshAxes]
+"""Logical axis name to mesh axes; a name that is absent is not split."""
 
-MODEL_AXIS = "model"
+DATA_AXIS, MODEL_AXIS = "data", "model"
+"""Devices along the data axis hold different sequences; those along the model axis share the work on each of them."""
+EXPERT_AXIS = "expert"
+"""All devices of the mesh in one row: experts are shared out among them, whatever else they do."""
 
 DEFAULT_RULES: AxisRules = {
     "vocab": MODEL_AXIS,
@@ -20,18 +26,26 @@ DEFAULT_RULES: AxisRules = {
     "kv_heads": MODEL_AXIS,
     "linear_heads": MODEL_AXIS,
     "mlp": MODEL_AXIS,
-    "experts": MODEL_AXIS,
+    "experts": (DATA_AXIS, MODEL_AXIS),
 }
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """All devices in one row along the model axis."""
-    return Mesh(np.asarray(devices), (MODEL_AXIS,))
+def make_mesh(devices: Sequence[jax.Device], data_parallel_size: int = 1) -> Mesh:
+    """Devices that lie beside each other share a model; `data_parallel_size` must divide their number."""
+    return Mesh(np.asarray(devices).reshape(data_parallel_size, -1), (DATA_AXIS, MODEL_AXIS))
 
 
-def make_abstract_mesh(num_devices: int) -> Mesh:
-    """A row of devices that are not there: it has a size and splits shapes as `make_mesh` would, and holds no arrays."""
-    return cast(Mesh, AbstractMesh((num_devices,), (MODEL_AXIS,)))
+def make_abstract_mesh(num_devices: int, data_parallel_size: int = 1) -> Mesh:
+    """A mesh of devices that are not there: it has a size and splits shapes as that of `make_mesh` would, and holds no arrays."""
+    shape = data_parallel_size, num_devices // data_parallel_size
+    return cast(Mesh, AbstractMesh(shape, (DATA_AXIS, MODEL_AXIS)))
+
+
+def expert_mesh(mesh: Mesh) -> Mesh:
+    """The devices of a mesh in one row along `EXPERT_AXIS`, in the order in which the rule of "experts" shares out."""
+    if isinstance(mesh, AbstractMesh):
+        return cast(Mesh, AbstractMesh((mesh.size,), (EXPERT_AXIS,)))
+    return Mesh(mesh.devices.reshape(-1), (EXPERT_AXIS,))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -39,13 +53,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def num_shares(mesh: Mesh, axes: MeshAxes) -> int:
+    """Parts that a dimension split over these mesh axes has."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
 def rules_that_divide(mesh: Mesh, rules: AxisRules, sizes: Iterable[tuple[str | None, int]]) -> AxisRules:
-    """The rules without those of the logical axes that have a size which its mesh axis does not divide.
+    """The rules without those of the logical axes that have a size which its mesh axes do not divide.
 
     Args:
       sizes: (logical axis, size), of every dimension there is and of whatever else must not be cut through.
     """
-    uneven = {axis for axis, size in sizes if axis is not None and axis in rules and size % mesh.shape[rules[axis]]}
+    uneven = {
+        axis for axis, size in sizes if axis is not None and axis in rules and size % num_shares(mesh, rules[axis])
+    }
     return {axis: name for axis, name in rules.items() if axis not in uneven}
 
 
@@ -53,15 +74,13 @@ def named_sharding(mesh: Mesh, rules: AxisRules, axes: Sequence[str | None], sha
     """Sharding of an array with these logical axes.
 
     Raises:
-      ValueError: a dimension is not a multiple of the mesh axis it should be split over, or two dimensions want one mesh axis.
+      ValueError: a dimension is not a multiple of the mesh axes it should be split over, or two dimensions want one mesh axis.
     """
     names = [rules.get(axis) if axis is not None else None for axis in axes]
-    used = [name for name in names if name is not None]
+    used = [one for name in names if name is not None for one in ((name,) if isinstance(name, str) else name)]
     if len(used) != len(set(used)):
         raise ValueError(f"axes {tuple(axes)} put two dimensions on one mesh axis: {names}")
     for axis, name, size in zip(axes, names, shape, strict=True):
-        if name is not None and size % mesh.shape[name]:
-            raise ValueError(
-                f"axis {axis!r} of size {size} cannot be split over {mesh.shape[name]} devices of mesh axis {name!r}"
-            )
+        if name is not None and size % (count := num_shares(mesh, name)):
+            raise ValueError(f"axis {axis!r} of size {size} cannot be split over {count} devices of mesh axis {name!r}")
     return NamedSharding(mesh, PartitionSpec(*names))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tpu_serve.device.batch import pytree
+from tpu_serve.device.batch import pytree, zeros
 from tpu_serve.request import MAX_BIASES
 
 IN_PROMPT = 1 << 15
@@ -34,18 +35,23 @@ class SamplerState:
     bias_until: jax.Array
 
     @classmethod
-    def allocate(cls, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
-        """State in which nothing was written yet."""
+    def abstract(cls, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
+        """Shapes where the arrays go."""
 
-        def zeros(width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-            return jnp.zeros((num_slots, width), dtype, device=sharding)
+        def shape(width: int, dtype: jax.typing.DTypeLike) -> Any:
+            return jax.ShapeDtypeStruct((num_slots, width), dtype, sharding=sharding)
 
         return cls(
-            zeros(vocab_size, jnp.uint16),
-            zeros(MAX_BIASES, jnp.int32),
-            zeros(MAX_BIASES, jnp.float32),
-            zeros(MAX_BIASES, jnp.int32),
+            shape(vocab_size, jnp.uint16),
+            shape(MAX_BIASES, jnp.int32),
+            shape(MAX_BIASES, jnp.float32),
+            shape(MAX_BIASES, jnp.int32),
         )
+
+    @classmethod
+    def allocate(cls, num_slots: int, vocab_size: int, sharding: jax.sharding.Sharding | None = None) -> SamplerState:
+        """State in which nothing was written yet."""
+        return zeros(cls.abstract(num_slots, vocab_size, sharding))
 
 
 def num_bytes(num_slots: int, vocab_size: int) -> int:

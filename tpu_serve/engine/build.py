@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_serve.checkpoint.folder import resolve
@@ -17,11 +16,11 @@ from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.progress import GB, LoadProgress
 from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
 from tpu_serve.config import ConfigError, EngineConfig, SamplingOptions
+from tpu_serve.device.batch import zeros
 from tpu_serve.device.chip import GIB, chip_of
 from tpu_serve.device.devices import take_devices
-from tpu_serve.device.mesh import make_mesh, replicated
+from tpu_serve.device.mesh import make_mesh
 from tpu_serve.device.params import random_init
-from tpu_serve.device.sampler_state import SamplerState
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.design import Design, design_engine
 from tpu_serve.engine.device_memory import DeviceMemory
@@ -29,14 +28,14 @@ from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan
+from tpu_serve.engine.programs import make_programs
 from tpu_serve.engine.quantisation import QuantisationErrors
 from tpu_serve.engine.warm_up import WarmUp
 from tpu_serve.hf_config import eos_token_ids, read_config, read_generation_config
-from tpu_serve.layers.attention import pages_per_block
-from tpu_serve.layers.moe.routing import ExpertWeights, Routing
 from tpu_serve.request import InvalidRequest, SamplingParams
 from tpu_serve.runner.compile_counter import compile_seconds, num_cache_hits
-from tpu_serve.runner.model_runner import Allowed, DeviceState, ModelRunner
+from tpu_serve.runner.model_runner import ModelRunner
+from tpu_serve.runner.programs import Allowed
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler, num_slots
@@ -107,18 +106,10 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         max_model_len=plan.max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    num_state_rows = scheduler.num_slots + (plan.num_snapshots or 0)
-    state = DeviceState(
-        placement.cache_layout.allocate(plan.num_pages, plan.page_size, num_state_rows, mesh, rules),
-        jnp.zeros(scheduler.num_slots, jnp.int32, device=replicated(mesh)),
-        SamplerState.allocate(scheduler.num_slots, model.vocab_size, replicated(mesh)),
-    )
-    layouts = plan.layouts(scheduler.num_slots, pages_per_block(plan.page_size))
     suppressed = read_generation_config(folder).suppressed_ids
     allowed = Allowed(min(tokenizer.vocab_size, model.vocab_size), suppressed)
-    runner = ModelRunner(
-        model, params, state, experts or _no_experts, layouts, windows, allowed, config.sampling.logprobs_mode
-    )
+    programs = make_programs(config, design, plan, allowed, experts)
+    runner = ModelRunner(programs, params, zeros(programs.state))
     started, hits = time.perf_counter(), num_cache_hits()
     runner.compile(lambda done, total: on_phase("compile", done / total))
     logger.info(
@@ -157,10 +148,6 @@ def _set_up_compile_cache(config: EngineConfig) -> None:
     # Small programs too: a second start should compile nothing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _no_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-    raise AssertionError("a dense model calls no experts")
 
 
 def _load(design: Design, on_phase: Phase) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_serve.device.batch import Batch
-from tpu_serve.layers.attention import paged_attention
+from tpu_serve.layers.attention_on_mesh import MeshAttention
 from tpu_serve.layers.convolution import convolve
 from tpu_serve.layers.delta_rule import delta_rule
 
@@ -56,10 +56,12 @@ class PagedMixing:
 
     Attributes:
       windows: of the page tables of the batch, in their order.
+      attention: how layers attend.
     """
 
     batch: Batch
     windows: tuple[int | None, ...]
+    attention: MeshAttention
 
     def attend(
         self,
@@ -73,7 +75,7 @@ class PagedMixing:
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         table = self.windows.index(window)
-        return paged_attention(q, k, v, cache, self.batch, scale, window=window, table=table, sinks=sinks)
+        return self.attention(q, k, v, cache, self.batch, scale, window=window, table=table, sinks=sinks)
 
     def convolve(self, x: jax.Array, weight: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         y, tails = convolve(x, weight, self._read(cache), self.batch.seq_of_token, self.batch.cu_q_lens)

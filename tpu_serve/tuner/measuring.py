@@ -18,7 +18,7 @@ from tpu_serve.config import ParallelOptions
 from tpu_serve.device.chip import Chip, chip_of
 from tpu_serve.device.devices import take_devices
 from tpu_serve.device.experts import ExpertWeights
-from tpu_serve.device.mesh import MODEL_AXIS, make_mesh
+from tpu_serve.device.mesh import EXPERT_AXIS, expert_mesh, make_mesh
 from tpu_serve.kernels.fused_moe_v2 import reference
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.config import Config
@@ -40,7 +40,7 @@ from tpu_serve.tuner.trial import FAILED, MEASURED, REFUSED, WORKED, Task, Trial
 CHECKED_TOKENS = 16
 """Of a step, that are compared with the reference, which goes through each of their experts in float64."""
 
-SPLIT, WHOLE = PartitionSpec(MODEL_AXIS), PartitionSpec()
+SPLIT, WHOLE = PartitionSpec(EXPERT_AXIS), PartitionSpec()
 
 
 class Measurer:
@@ -73,7 +73,7 @@ class Measurer:
 
     def run(self, task: Task) -> Trial:
         p = task.problem
-        mesh = make_mesh(self._devices[: p.num_devices])
+        mesh = expert_mesh(make_mesh(self._devices[: p.num_devices]))
         if task.config is None and (reason := without_xla(p)) is not None:
             return Trial(REFUSED, reason)
         program = self._program(p, task.config, mesh)
@@ -130,7 +130,7 @@ class Measurer:
 
     def _fused_layer(self, p: Problem, config: Config, mesh: Mesh) -> Callable[..., Any]:
         interpret: Any = False if self._chip.is_tpu else pltpu.InterpretParams()
-        call = Call(MODEL_AXIS, self._chip, interpret)
+        call = Call(EXPERT_AXIS, self._chip, interpret)
         return jax.shard_map(
             lambda *arrays: fused_moe_v2(*arrays, problem=p, config=config, call=call),
             mesh=mesh,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from tpu_serve.device.chip import Chip
-from tpu_serve.device.mesh import MODEL_AXIS
+from tpu_serve.device.mesh import EXPERT_AXIS, expert_mesh
 from tpu_serve.layers.moe.one_device import OneDevice
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
 
@@ -24,7 +24,7 @@ class ExpertParallel:
 
     Attributes:
       local: what computes one device's experts.
-      mesh: devices along the axis "model", which must divide the number of experts in the weights.
+      mesh: of the model; its size must divide the number of experts in the weights.
     """
 
     local: OneDevice
@@ -43,10 +43,10 @@ class ExpertParallel:
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         """[T, H] -> [T, H] in the type of x; the devices' parts are added in float32 and rounded once."""
-        everywhere, by_expert = PartitionSpec(), PartitionSpec(MODEL_AXIS)
+        everywhere, by_expert = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
         run = jax.shard_map(
             self._on_one_device,
-            mesh=self.mesh,
+            mesh=expert_mesh(self.mesh),
             in_specs=(everywhere, everywhere, by_expert),
             out_specs=everywhere,
             # Local backends start loops from constants, which this check would want declared as differing between devices.
@@ -56,7 +56,7 @@ class ExpertParallel:
 
     def _on_one_device(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         num_experts = len(weights.gate_up)
-        ids = routing.expert_ids - jax.lax.axis_index(MODEL_AXIS) * num_experts
+        ids = routing.expert_ids - jax.lax.axis_index(EXPERT_AXIS) * num_experts
         mine = (ids >= 0) & (ids < num_experts)  # never -1, which stays negative
         here = Routing(jnp.where(mine, routing.weights, 0.0), jnp.where(mine, ids, -1))
-        return jax.lax.psum(self.local.weighted_sum(x, here, weights), MODEL_AXIS).astype(x.dtype)
+        return jax.lax.psum(self.local.weighted_sum(x, here, weights), EXPERT_AXIS).astype(x.dtype)

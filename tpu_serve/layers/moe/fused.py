@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from tpu_serve.device.chip import Chip
-from tpu_serve.device.mesh import MODEL_AXIS
+from tpu_serve.device.mesh import EXPERT_AXIS, expert_mesh
 from tpu_serve.kernels.fused_moe_v2.call import Call
 from tpu_serve.kernels.fused_moe_v2.op import fused_moe_v2
 from tpu_serve.kernels.fused_moe_v2.problem import LANES
@@ -30,7 +30,7 @@ class Fused:
     Every device has all tokens, before and after. On a CPU the kernel is simulated: right, and far too slow for anything but tests.
 
     Attributes:
-      mesh: devices along the axis "model", over which the experts are split.
+      mesh: of the model; the experts are split over all of its devices.
       chip: what they are.
       name: as in `--moe-backend`.
     """
@@ -62,11 +62,11 @@ class Fused:
         """
         assert plan.config is not None
         interpret: Any = False if self.chip.is_tpu else pltpu.InterpretParams()
-        everywhere, by_expert = PartitionSpec(), PartitionSpec(MODEL_AXIS)
-        call = Call(MODEL_AXIS, self.chip, interpret)
+        everywhere, by_expert = PartitionSpec(), PartitionSpec(EXPERT_AXIS)
+        call = Call(EXPERT_AXIS, self.chip, interpret)
         run = jax.shard_map(
             partial(fused_moe_v2, problem=plan.problem, config=plan.config, call=call),
-            mesh=self.mesh,
+            mesh=expert_mesh(self.mesh),
             in_specs=(everywhere, everywhere, everywhere, by_expert),  # matrices, scales and biases all begin with E
             out_specs=everywhere,
             # The kernel's result is the same on every device because each receives the same rows, which no type can say.
