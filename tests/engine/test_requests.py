@@ -78,8 +78,8 @@ ASKED = {
     "repetition": {"repetition_penalty": 2.0},
     "frequency": {"frequency_penalty": 1.5, "presence_penalty": 0.5},
     "biased": {"logit_bias": {300: 18.0, 333: -100}},
-    "patient": {"min_tokens": 30, "stop_token_ids": [264]},
-    "polite": {"bad_words": [" girl", "little girl", "the", "named"]},
+    "patient": {"min_tokens": 30, "stop_token_ids": [13]},
+    "polite": {"bad_words": [" fox", "a brave", "the", "named"]},
     "few": {"allowed_token_ids": list(range(260, 400)), "temperature": 1.0, "seed": 3},
     "scored": {"logprobs": 3, "prompt_logprobs": 2},
 }

@@ -189,7 +189,7 @@ def test_threads_share_a_tokenizer():
 
 def test_loading_the_embedded_folder():
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
-    assert tokenizer.vocab_size == 1017
+    assert tokenizer.vocab_size == 1536
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", None)
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     assert len(tokenizer.special_ids) == 3  # <think> and the tool tags stay visible

@@ -34,7 +34,7 @@ class Layer:
 LAYERS = {
     layer.name: layer
     for layer in (
-        Layer("tiny-chat", 8, 2, 128, 96),  # of the embedded model
+        Layer("tiny-chat", 8, 2, 128, 128),  # of the embedded model
         Layer("8-experts", 8, 2, 512, 1024),
         Layer("32-experts", 32, 4, 512, 512),
         Layer("128-experts", 128, 8, 512, 256),
