@@ -24,7 +24,7 @@ leaves the repetition out. Add up one of the two, not both.
   that ended before its first token counts as 0 prompt tokens. Its phases (queue, prefill, decode, inference) and the two histograms of
   preemptions and computed tokens are left out.
 - Gauges are read from the scheduler when they are asked for, so they are 0 as soon as nothing runs.
-- `compile_total{{phase="serving"}}` should stay 0: everything is compiled before the server is ready.
+- `compile_total{{phase="serving"}}` should stay 0: everything is compiled for the start, see [start.md](start.md). `--on-recompile` says what else happens.
 
 ## As other servers tell them, too
 

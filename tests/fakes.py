@@ -85,7 +85,7 @@ class FakeRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         if self.failure is not None:
             raise self.failure
-        self.num_steps += 1
+        self.num_steps += output.num_steps
         return LaunchedStep(output, [self._sample(item) for item in output.scheduled])
 
     def collect(self, ticket: LaunchedStep) -> list[SampledToken | None]:
@@ -102,11 +102,12 @@ class FakeRunner:
         if not item.samples:
             return SampledToken(None, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         script = saying(*request.forced_token_ids) if request.forced_token_ids else self.script
-        token = script(request, item.start + item.length - len(request.prompt_token_ids))
-        count = request.params.logprobs
-        if count is None:
-            return SampledToken(token, prompt_logprobs=prompt_logprobs)
-        return SampledToken(token, self._logprobs(token, count), prompt_logprobs)
+        place, count = item.start + item.length - len(request.prompt_token_ids), request.params.logprobs
+        tokens = [script(request, place + step) for step in range(item.num_steps)]
+        scores = [None if count is None else self._logprobs(token, count) for token in tokens]
+        first, *later = map(SampledToken, tokens, scores)
+        first.prompt_logprobs, first.later = prompt_logprobs, tuple(later)
+        return first
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         """The token is always the most probable one, and those after it follow."""
@@ -148,12 +149,14 @@ def fake_engine(
     specials: tuple[str, ...] = (),
     pieces: tuple[str, ...] = (),
     max_model_len: int = MAX_MODEL_LEN,
+    num_decode_steps: int = 1,
     **defaults: Any,
 ) -> Engine:
     """An engine over the fake runner; `defaults` are the model's sampling defaults."""
     scheduler = Scheduler(
-        Cache([PagePool(num_pages, 8)]), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=max_model_len
-    )
+        Cache([PagePool(num_pages, 8)]), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=max_model_len,
+        num_decode_steps=num_decode_steps,
+    )  # fmt: skip
     info = ModelInfo(
         name="fake",
         architecture="FakeForCausalLM",

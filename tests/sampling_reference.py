@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_serve.device.mesh import make_mesh
 from tpu_serve.device.sampler_state import SamplerState
 from tpu_serve.layers.logit_edits import count, edit, restrict
 from tpu_serve.layers.sampler import sample
@@ -62,7 +63,7 @@ class Driver:
 
     def __init__(self):
         self.state = SamplerState.allocate(SLOTS, VOCABULARY)
-        self.writer = SlotWriter(self.state)
+        self.writer = SlotWriter(self.state, make_mesh(jax.devices()[:1]))
         self.state = self.writer.compile(self.state)
 
     @staticmethod
@@ -76,8 +77,8 @@ class Driver:
     def step(self, logits, rows, num_valid=VOCABULARY, mode="raw_logprobs"):
         """(edited logits, Sampled) of some rows, in this order; the state goes on."""
         rows = tuple(rows)
-        self.state = self.writer.write(self.state, rows)
-        masks = pack_masks(rows, ROWS, VOCABULARY)
+        self.state = self.writer.write(self.state, (rows,))
+        masks = pack_masks((rows,), ROWS, VOCABULARY)
         if masks is None:
             masks = np.zeros((ROWS, -(-VOCABULARY // 32)), np.uint32)
         logits = jnp.asarray(np.resize(logits, (ROWS, VOCABULARY)))

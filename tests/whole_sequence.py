@@ -24,6 +24,7 @@ class WholeSequence:
         return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v, precision=HIGHEST), cache
 
     def convolve(self, x, weight, cache):
+        weight = weight.reshape(x.shape[1], -1)
         taps = weight.shape[1]
         padded = jnp.pad(x, ((taps - 1, 0), (0, 0)))
         return sum(padded[tap : tap + len(x)] * weight[:, tap] for tap in range(taps)), cache

@@ -293,7 +293,7 @@ class Timing:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: one is made per token, and freezing makes that three times as slow
 class TokenOutput:
-    """What one engine step brought one request. Nobody changes it.
+    """What one launch of the engine brought one request. Nobody changes it.
 
     Attributes:
       request_id: which request.

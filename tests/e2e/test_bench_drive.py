@@ -97,7 +97,7 @@ def test_decode_counts_full_steps_only():
 
 def test_full_steps_begin_after_the_last_first_token():
     tokens = {1.0: "a", 3.0: "ab", 3.5: "ab", 4.5: "ba", 4.75: "ab", 5.0: "b"}
-    steps = [Step(at, tuple(names), launched=at < 4.75) for at, names in tokens.items()]
+    steps = [Step(at, tuple(names), at < 4.75, len(names)) for at, names in tokens.items()]
     assert full_steps(Run(steps), 2) == [0.5, 1.0]
 
 

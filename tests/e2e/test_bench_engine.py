@@ -47,7 +47,7 @@ def test_latency(bench):
 
 
 def test_the_first_tokens_of_a_batch():
-    steps = [Step(1.0, ("a",), True), Step(2.5, ("a", "b"), True), Step(3.0, ("a", "b"), False)]
+    steps = [Step(1.0, ("a",), True, 1), Step(2.5, ("a", "b"), True, 2), Step(3.0, ("a", "b"), False, 2)]
     assert first_tokens(Run(steps), 2) == 2.5
     assert first_tokens(Run(steps), 1) == 1.0
 

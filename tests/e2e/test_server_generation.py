@@ -164,13 +164,15 @@ async def test_free_text_and_several_prompts_with_a_form():
         assert [choice["text"] for choice in answer["choices"]] == ["ab"] * 6
 
 
+@pytest.mark.parametrize("num_decode_steps", [1, 3])
 @asynchronous
-async def test_scripted_output():
-    async with serving(SCRIPTED) as served:
+async def test_scripted_output(num_decode_steps: int):
+    async with serving(SCRIPTED, num_decode_steps=num_decode_steps) as served:
         choices = await check_both_modes(served, scripted_token_ids=list("é!".encode()), n=2)
         assert [choice["text"] for choice in choices.values()] == ["é!"] * 2
         choices = await check_both_modes(served, scripted_token_ids=list(b"abc"), max_tokens=2)
         assert choices[0]["finish_reason"] == "length"
+        await check_both_modes(served, scripted_token_ids=list("abcdé😀!".encode()), n=2, stop="d")
         for script, reason in (([], "invalid_value"), ([VOCAB_SIZE], "out_of_vocabulary"), ([-1], "out_of_vocabulary")):
             response = await served.post(COMPLETIONS, {"prompt": "hi", "scripted_token_ids": script})
             check_error(response, 400, "scripted_token_ids", reason)

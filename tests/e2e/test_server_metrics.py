@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from fakes import FakeRunner, RawRequest, Served, asynchronous, saying, serving
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -145,9 +146,11 @@ def expected_values(num_requests: int, num_prompt: int, num_cached: int, max_tok
     }
 
 
+@pytest.mark.parametrize("num_decode_steps", [1, 4])
 @asynchronous
-async def test_ten_requests_of_ten_tokens():
-    async with serving() as served:
+async def test_ten_requests_of_ten_tokens(num_decode_steps: int):
+    """Steps of one launch count like any others."""
+    async with serving(num_decode_steps=num_decode_steps) as served:
         usages = [(await served.complete(prompt="x" * 20, max_tokens=10, ignore_eos=True))["usage"] for _ in range(10)]
         await served.idle()
         values = await scrape(served)
@@ -191,9 +194,11 @@ async def test_phases_of_a_request_add_up():
     assert values["tpu_serve:step_time_seconds_sum", "decode"] >= 0.1
 
 
+@pytest.mark.parametrize("num_decode_steps", [1, 5])
 @asynchronous
-async def test_counts_agree_with_usage_whatever_ends_an_answer():
-    async with serving(runner=FakeRunner(script=saying("one two three"))) as served:
+async def test_counts_agree_with_usage_whatever_ends_an_answer(num_decode_steps: int):
+    runner = FakeRunner(script=saying("one two three"))
+    async with serving(runner=runner, num_decode_steps=num_decode_steps) as served:
         total = 0
         for fields in (
             {"stop": "two"},

@@ -21,15 +21,15 @@ COMMON = {
     "num_pages": 34,
     "enable_prefix_caching": False,
 }
-# Some devices get experts that no token goes to, or only such. Both models have 2 KV heads: more devices copy attention.
+# Some devices get experts that no token goes to, or only such. All have 2 KV heads: more devices hold some of them twice, or four times.
 CASES = [
     ("qwen3_moe", "ragged", 2),
-    ("qwen3_moe", "ragged", 3),
+    ("qwen3_moe", "ragged", 3),  # 8 query heads: attention is copied; and 512 token ids
     ("qwen3_moe", "ragged", 8),
     ("mixtral", "dense", 3),
-    ("gpt_oss", "ragged", 2),  # biases, sinks
-    ("gemma4", "ragged", 2),  # heads that the devices share out and others that they copy
-    ("qwen3_next", "ragged", 2),  # recurrent state
+    ("gpt_oss", "ragged", 8),  # biases, sinks
+    ("gemma4", "ragged", 2),  # layers with as many KV heads and others with one
+    ("qwen3_next", "ragged", 4),  # recurrent state, with fewer key heads than devices
 ]
 
 
@@ -69,6 +69,37 @@ def test_seeds_and_logprobs_are_those_of_one_device(pair):
         for mine, other in zip(first.outputs[0].logprobs, second.outputs[0].logprobs, strict=True):
             assert [token for token, _ in mine.top] == [token for token, _ in other.top]
             np.testing.assert_allclose(mine.logprob, other.logprob, atol=1e-4)
+
+
+PRIME = {"load_format": "dummy", "hf_overrides": {"vocab_size": 509, "num_hidden_layers": 1}}
+ASKED = [
+    {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 2},
+    {"temperature": 1.5, "seed": 1, "logprobs": 5},
+    {"temperature": 1.5, "seed": 2, "top_p": 0.8, "top_k": 300, "min_p": 1e-4, "logprobs": 1},
+    {"temperature": 2.0, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {508: 3.0}},
+]
+
+
+def test_a_vocabulary_that_no_devices_divide():
+    """The table is filled up, and nobody sees it: neither in what is drawn nor in what is reported."""
+    prompts, params = [[7, 8, 508]] * 4, [SamplingParams(max_tokens=8, ignore_eos=True, **asked) for asked in ASKED]
+    engines = {num: engine("qwen3_moe", num, **PRIME) for num in (1, 2, 3)}
+    for num, llm in engines.items():
+        table = llm.engine.core.runner.params["lm_head"]
+        assert table.shape[0] == 509 + -509 % num == num * table.addressable_shards[0].data.shape[0]
+    one, *others = (llm.generate(prompts, params) for llm in engines.values())
+    for results in others:
+        for mine, other in zip(one, results, strict=True):
+            assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+            for left, right in zip(reported(mine), reported(other), strict=True):
+                assert [token for token, _ in left.top] == [token for token, _ in right.top]
+                values, same = ([entry.logprob, *(value for _, value in entry.top)] for entry in (left, right))
+                np.testing.assert_allclose(values, same, atol=1e-4)
+
+
+def reported(result):
+    """Log-probabilities of a prompt, behind its first token, and of the answer."""
+    return [*(result.prompt_logprobs or ())[1:], *(result.outputs[0].logprobs or ())]
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -15,6 +15,7 @@ import tpu_serve
 from tpu_serve import LLM, ConfigError, InvalidRequest, SamplingParams
 from tpu_serve.config import EngineConfig
 from tpu_serve.engine import build
+from tpu_serve.engine.compiling import set_up_compile_cache
 from tpu_serve.moe_plan import planner
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +205,7 @@ def test_broken_descriptions_are_refused_before_weights_are_read(tmp_path, monke
 
 def test_each_engine_keeps_programs_where_its_own_option_says(tmp_path):
     def compile_something(size, **options):
-        build._set_up_compile_cache(EngineConfig.from_options(**options))
+        set_up_compile_cache(EngineConfig.from_options(**options).compile)
         jax.jit(lambda x: x * 3 + size)(np.ones(size)).block_until_ready()
 
     try:
@@ -216,7 +217,7 @@ def test_each_engine_keeps_programs_where_its_own_option_says(tmp_path):
         compile_something(7, compile_cache_dir="off")
         assert set(tmp_path.rglob("*")) == before
     finally:
-        build._set_up_compile_cache(EngineConfig())
+        set_up_compile_cache(EngineConfig().compile)
 
 
 def test_layers_can_be_cut_from_a_checkpoint():

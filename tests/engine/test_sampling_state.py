@@ -110,9 +110,9 @@ def texts(outputs):
     return {name: [token_id for one in found for token_id in one.token_ids] for name, found in outputs.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=["model=1", "model=2", "data=2"])
 def engine(request):
-    return LLM(str(FIXTURES / NAME), tensor_parallel_size=request.param, **OPTIONS).engine
+    return LLM(str(FIXTURES / NAME), mesh=request.param, **OPTIONS).engine
 
 
 def test_every_option_with_strangers_and_preemptions(engine):

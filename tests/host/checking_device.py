@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpu_serve.request import FinishReason, Request, TokenLogprobs
 from tpu_serve.scheduler.sequence import Sequence
@@ -76,6 +76,30 @@ class Row:
     known: list[int]
     restore: int = -1
     snapshot: int = -1
+    num_steps: int = 1
+
+    @property
+    def last_end(self) -> int:
+        """Where it is once all its steps have run."""
+        return self.end + self.num_steps - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Launched before its end was known: what it computes belongs to nobody."""
+        return self.start >= len(self.alone.tokens)
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the device sees that the sequence is finished."""
+        request = self.alone.request
+        return (
+            token in request.eos_token_ids and not request.params.ignore_eos
+        ) or token in request.params.stop_token_ids
+
+    def step(self, number: int, page_size: int) -> Row:
+        """One of its steps by itself."""
+        start, end = self.start + number, self.end + number
+        is_kept = self.num_steps == 1 or end == self.last_end // page_size * page_size
+        return replace(self, start=start, end=end, num_steps=1, snapshot=self.snapshot if is_kept else -1)
 
 
 class CheckingDevice:
@@ -95,6 +119,25 @@ class CheckingDevice:
         self.snapshots: dict[int, list[int]] = {}
 
     def run(self, rows: list[Row]) -> list[SampledToken | None]:
+        """Runs all steps of a launch; a row goes on until it has taken its own, or has sampled a token that ends its sequence."""
+        results = self.step(rows)
+        tokens = {index: [results[index]] for index, row in enumerate(rows) if row.num_steps > 1}
+        for number in range(1, max(row.num_steps for row in rows)):
+            left = [
+                index
+                for index, found in tokens.items()
+                if number < rows[index].num_steps and not rows[index].ends_with(found[-1].token_id)
+            ]
+            sampled = self.step([rows[index].step(number, self.page_size) for index in left])
+            for index, token in zip(left, sampled, strict=True):
+                tokens[index].append(token)
+        for index, found in tokens.items():
+            unread = [SampledToken(-99)] * (rows[index].num_steps - len(found))
+            results[index] = replace(found[0], later=(*found[1:], *unread))
+        return results
+
+    def step(self, rows: list[Row]) -> list[SampledToken | None]:
+        rows = [row.step(0, self.page_size) for row in rows]
         written = set()
         for row in rows:
             for position in range(row.start, row.end):
@@ -106,7 +149,7 @@ class CheckingDevice:
                     written.add(cell)
                     self.cells[cell] = (token, position)
         for row in rows:
-            for pool, window in enumerate(self.windows):
+            for pool, window in enumerate(self.windows) if not row.is_over else ():
                 for position in range(0 if window is None else max(0, row.start - window + 1), row.end):
                     held = self.cells[self.cell(row, pool, position)]
                     assert held == (row.alone.token(position), position), "a sequence reads what is not its own"
@@ -115,7 +158,9 @@ class CheckingDevice:
         results: list[SampledToken | None] = []
         for row in rows:
             prompt_logprobs = row.alone.prompt_logprobs(row.start, row.end)
-            token = next_token(row.alone.tokens[: row.end]) if row.samples else None
+            token = next_token(row.alone.tokens[: row.end]) if row.samples and not row.is_over else None
+            if row.is_over:
+                token = next_token([row.start % 256])
             is_empty = token is None and not prompt_logprobs
             results.append(None if is_empty else SampledToken(token, prompt_logprobs=prompt_logprobs))
             if token is not None:
@@ -133,7 +178,7 @@ class CheckingDevice:
                 before = self.snapshots[row.restore]
             else:
                 before = self.states[row.slot] if row.start else []
-            assert before == row.alone.tokens[: row.start], "a state has not seen what its sequence has"
+            assert row.is_over or before == row.alone.tokens[: row.start], "a state has not seen what its sequence has"
         for row in rows:
             seen = row.alone.tokens[: row.end]
             self.states[row.slot] = seen

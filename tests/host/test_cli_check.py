@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -45,25 +47,27 @@ def check(capsys, tmp_path):
 
 
 def test_qwen3_30b_on_eight_devices(check):
-    """4 KV heads are not split over 8 devices, and so no head is; experts and vocabulary are."""
+    """4 KV heads are there twice each, one on each of 8 devices; query heads, experts and vocabulary are split."""
     found = check("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 8)
     layers, hidden = 48, 2048
     assert found["param_bytes_by_kind"] == {
         "embedding and head": 2 * (151936 * hidden) * 2 // 8,
         "experts": layers * 128 * 3 * hidden * 768 * 2 // 8,
-        "attention": layers * 2 * hidden * (4096 + 512) * 2,
+        "attention": layers * 2 * hidden * (4096 // 8 + 128) * 2,
         "norms, routers and others": (layers * (2 * hidden + 2 * 128 + hidden * 128) + hidden) * 2,
     }
     assert found["param_bytes"] == sum(found["param_bytes_by_kind"].values())
     (cache,) = found["caches"]
     assert (cache["window"], cache["num_layers"]) == (None, layers)
-    assert (cache["token_bytes"], cache["token_bytes_on_device"]) == (98_304, 98_304)
+    assert (cache["token_bytes"], cache["token_bytes_on_device"]) == (2 * 98_304, 24_576)
     assert cache["sequence_pages"] == 40960 // 128
-    assert cache["sequence_bytes_on_device"] == 40960 * 98_304
+    assert cache["sequence_bytes_on_device"] == 40960 * 24_576
     of_sampler = 256 * (2 * 151936 + 512 * 12)  # a count for each token and a table of biases, for two slots a sequence
     assert found["plan"]["sampler_bytes"] == of_sampler
-    free = int(32 * GIB * 0.9) - found["param_bytes"] - of_sampler
-    assert cache["num_pages"] == free // (128 * 98_304)
+    assert found["figures"] == "calculated"
+    free = int(32 * GIB * 0.9) - found["param_bytes"] - of_sampler - found["temporary_bytes"] - found["code_bytes"]
+    assert found["temporary_bytes"] > 2048 * 2048 * 2
+    assert cache["num_pages"] == free // (128 * 24_576)
     assert found["concurrency"] == pytest.approx((cache["num_pages"] - 1) / 320)
     assert found["state"] is None
 
@@ -144,7 +148,7 @@ def test_state_of_qwen3_next(check):
     assert found["state"]["sequence_bytes_on_device"] == 36 * (delta + tail) // 8
     assert found["state"]["num_slots"] == 256
     rows = 256 + found["plan"]["num_snapshots"]
-    pages = found["plan"]["num_pages"][0] * 128 * 24_576
+    pages = found["plan"]["num_pages"][0] * 128 * 12_288  # one of two KV heads, which four devices have each
     assert found["cache_bytes"] == rows * 36 * (delta + tail) // 8 + pages
 
 
@@ -172,20 +176,21 @@ def test_format_of_gpt_oss(check, words, format, bits):
 
 
 def test_advice_is_tried_and_as_small_as_it_can_be(check):
-    words = ("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 2)
+    words = ("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 2, "--max-model-len", 2048)
     found = check(*words)
-    advice = [one["flags"] for one in found["remedies"]]
-    assert advice == ["--quantization int8", "--quantization fp8", "--tensor-parallel-size 4", "--max-model-len 5888"]
-    assert "Use --max-model-len 5888 or less" in found["problem"]
-    for flags in advice:
+    *advice, fewer = (one["flags"] for one in found["remedies"])
+    assert advice == ["--quantization int8", "--quantization fp8", "--tensor-parallel-size 4"]
+    assert re.search(r"Steps of 2048 tokens need .* \(calculated\).* Lower --max-num-batched-tokens", found["problem"])
+    for flags in (*advice, fewer):
         assert check(*words, *flags.split())["fits"], flags
-    assert not check(*words, "--max-model-len", 7553)["fits"]
+    flag, tokens = fewer.split()
+    assert flag == "--max-num-batched-tokens"
+    assert not check(*words, flag, int(tokens) + 1)["fits"]
 
 
 def test_weights_that_no_slice_can_hold(check, capsys, tmp_path):
-    """The heads' weights lie whole on every device: 12.5 GiB, whatever the number of devices."""
-    found = check("Qwen3-235B-A22B", "--chip", "v5e", "-tp", 32)
-    assert "The weights need 25.87 GiB on each device" in found["problem"]
+    found = check("Qwen3-235B-A22B", "--chip", "v5e", "-tp", 32, moe_intermediate_size=30720)
+    assert "The weights need 265.09 GiB on each device" in found["problem"]
     assert (found["plan"], found["remedies"], found["moe_plans"]) == (None, [], [])
     _, out, _ = run(capsys, tmp_path, "--chip", "v5e", "-tp", 32)
     assert "No change of types, sequences, their length or devices was found that would fit" in out
@@ -197,12 +202,12 @@ def test_the_next_slice_is_advised_and_fits(check):
     assert [one["flags"] for one in by_devices] == ["--tensor-parallel-size 8"]
     assert check("Qwen3-235B-A22B", "--chip", "v5p", "-tp", 8)["fits"]
     (many,) = check("Qwen3-235B-A22B", "--chip", "v6e", "-tp", 8)["remedies"]
-    assert many["flags"] == "--tensor-parallel-size 64"
+    assert many["flags"] == "--tensor-parallel-size 32"
     assert "several hosts are not supported" in many["note"]
 
 
 def test_two_changes_where_one_host_needs_them(check):
-    words = ("Qwen3-Next-80B-A3B", "--chip", "v5e", "--max-model-len", "32k", "-tp", 4)
+    words = ("Qwen3-Next-80B-A3B", "--chip", "v5e", "--max-model-len", "8k", "--max-num-seqs", 64, "-tp", 4)
     advice = {one["flags"]: one for one in check(*words)["remedies"]}
     alone = [one for one in advice.values() if len(one["options"]) == 1]
     assert [one["flags"] for one in alone] == ["--tensor-parallel-size 16"]
@@ -235,6 +240,35 @@ def test_too_many_sequences_for_their_state(check):
 def test_what_was_asked_for_is_the_first_to_go(check, words, advice):
     found = check("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 8, *words)
     assert found["remedies"][0]["flags"] == advice
+
+
+@pytest.mark.parametrize("gib", [3, 30])
+def test_compiled_figures_take_the_place_of_calculated_ones(check, capsys, tmp_path, monkeypatch, gib):
+    """A compiler that says of every step that it takes so much beside its arguments, and 7 MiB of code."""
+
+    def compiler(config, hf_config, chip):
+        def largest(plan):
+            held = found["param_bytes"] + plan.sampler_bytes + plan.cache_bytes
+            figures = {"argument": held, "output": 0, "alias": 0, "temp": gib * GIB, "generated_code": 7 * 2**20}
+            told = types.SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in figures.items()})
+            return types.SimpleNamespace(memory_analysis=lambda: told)
+
+        return largest
+
+    words = ("Qwen3-30B-A3B", "--chip", "v6e", "-tp", 8)
+    found = check(*words)
+    monkeypatch.setattr("tpu_serve.cli.check._compiler", compiler)
+    compiled = check(*words, "--compile")
+    _, out, _ = run(capsys, tmp_path, *words[1:], "--compile")
+    if gib == 3:
+        assert (compiled["figures"], compiled["temporary_bytes"]) == ("compiled", 3 * GIB)
+        fewer = found["caches"][0]["num_pages"] - compiled["caches"][0]["num_pages"]
+        more = 3 * GIB + compiled["code_bytes"] - found["temporary_bytes"] - found["code_bytes"]
+        assert fewer == pytest.approx(more / (128 * 24_576), abs=2)
+        assert "steps, compiled: 3.000 GiB of temporary arrays of the largest" in out
+    else:
+        assert "(compiled)" in compiled["problem"]
+        assert "Steps of 2048 tokens need 30.00 GiB" in compiled["problem"]
 
 
 @pytest.mark.parametrize("num_pages", range(5, 12))
@@ -300,8 +334,8 @@ def test_the_page_to_read(capsys):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "Qwen3MoeForCausalLM on 1 x cpu"
-    assert "  4 x  layers.*.attention.q_proj     [128, 128]       bfloat16  128.0 KiB" in lines
-    assert "134 tensors of 3,025,664 bytes, whose headers agree with config.json" in out
+    assert "  4 x  layers.*.attention.q_proj     [128, 128]        bfloat16  128.0 KiB" in lines
+    assert "134 tensors of 3,943,168 bytes, whose headers agree with config.json" in out
     assert "8, 256 tokens: ragged (not fused: on a CPU the kernel is only simulated)" in out
     assert "64.0 sequences of 2,048 tokens at a time" in out
     assert out == "".join(f"{line.rstrip()}\n" for line in lines)
@@ -338,6 +372,7 @@ def test_the_flags_of_serve_do(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--chip", "cpu", "--compile"), "--compile is for TPUs: name one with --chip"),
         (("--chip", "v6f"), "--chip v6f is unknown; known are v5e, v5p, v6e, tpu7x, cpu"),
         (("--prot", 1), "unknown flag --prot"),
         (("--page-size", 24), "--page-size must be a power of two"),

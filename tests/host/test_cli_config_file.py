@@ -108,7 +108,7 @@ WRONG = {
     "config: other.yaml\n": "line 1: config is for the command line only",
     "help: true\n": "line 1: help is for the command line only",
     "dtype: half\n": "line 1: argument --dtype: half: no arithmetic in float16",
-    "data_parallel_size: 2\n": "line 1: --data-parallel-size=2 is not supported"[:26],
+    "api_server_count: 2\n": "line 1: --api-server-count=2 is not supported"[:26],
     "enable_chunked_prefill: false\n": "line 1: --no-enable-chunked-prefill is not supported",
     "served_model_name: [a, [b]]\n": "line 1: served_model_name may hold a list of single values only",
     "[1, 2]: 3\n": "line 1: an option's name must be a word",

@@ -47,12 +47,12 @@ REFUSED = {
     "--no-enable-chunked-prefill": "--max-num-batched-tokens",
     "--enable-chunked-prefill=false": "--max-num-batched-tokens",
     "--no-async-scheduling": "always plans",
-    "--data-parallel-size 2": "one server per copy",
-    "--data_parallel_size=2": "one server per copy",
-    "-dp 2": "one server per copy",
+    "--api-server-count 2": "one process takes all requests",
+    "--api_server_count=2": "one process takes all requests",
+    "-asc 2": "one process takes all requests",
     "--pipeline-parallel-size 2": "--tensor-parallel-size",
-    "--mesh tp=4,ep=2": "--tensor-parallel-size",
-    "--ep-size 4": "--tensor-parallel-size",
+    "--mesh tp=4,ep=2": "it names the axes data and model",
+    "--ep-size 4": "--data-parallel-size times --tensor-parallel-size",
     "--tokenizer-mode slow": "tokenizer.json",
     "--prefix-caching-hash-algo xxhash": "SHA-256",
     "--long-prefill-token-threshold 512": "--max-num-batched-tokens",
@@ -106,6 +106,7 @@ def test_flags_that_are_options_of_ours_under_another_name():
     assert not read("--disable-radix-cache")[0].cache.enable_prefix_caching
     assert read("--log-requests")[1].enable_log_requests
     assert read("--tp-size", "2")[0].parallel.tensor_parallel_size == 2
+    assert read("-dp", "2", "-tp", "4")[0].parallel.num_devices == 8
     assert read("--precompile-token-paddings", "16", "32")[0].compile.token_buckets == (16, 32)
     sglang = [
         "--model-path",

@@ -51,6 +51,6 @@ def test_the_wheel_holds_the_package_and_only_that(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "tpu-serve = tpu_serve.cli.main:main" in archive.read(entry_points).decode()
+        assert "tpu-serve = tpu_serve.cli.main:console" in archive.read(entry_points).decode()
     assert {name for name in names if ".dist-info/" not in name} == package_files()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

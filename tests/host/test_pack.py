@@ -106,17 +106,17 @@ def test_what_rows_change_about_their_logits():
     assert sampling.frequency_penalty.tolist() == [0, 0, -0.25, 0]
     np.testing.assert_allclose(sampling.repetition_penalty, [1, 2, 1 / MOST_REPETITION, 1], rtol=1e-6)
     rows = (biased, masked, penalised)
-    words = pack_masks(rows, 4, 40)
+    words = pack_masks((rows,), 4, 40)
     assert words.dtype == np.uint32
     assert words.tolist() == [[2**32 - 1] * 2, [1, 2], [2**32 - 1] * 2, [2**32 - 1] * 2]
-    assert pack_masks((biased, penalised), 4, 40) is None
+    assert pack_masks(((biased, penalised),), 4, 40) is None
 
 
 def test_rows_that_sample_nothing_change_nothing():
     row = scheduled(0, 1, [1, 2], [1], 5, samples=False, request={"constraint": Mask(), "forced_token_ids": (3,)})
     sampling = read(row).sampling
     assert (sampling.any_masks, sampling.forced_id.tolist()) == (0, [-1] * 4)
-    assert pack_masks((row,), 4, 40) is None
+    assert pack_masks(((row,),), 4, 40) is None
 
 
 def test_a_script_ends_with_the_smallest_end():

@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         windows=st.sampled_from([(None,), (None,), (None, 3), (None, 1, 6), (5,)]),
         num_snapshots=st.sampled_from([None, None, 0, 1, 3, 9]),
+        num_decode_steps=st.sampled_from([1, 1, 2, 3, 7]),
     )
     def make(
         self,
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         windows: tuple[int | None, ...],
         num_snapshots: int | None,
+        num_decode_steps: int,
     ) -> None:
         self.page_size, self.max_model_len = page_size, num_tokens - num_tokens % page_size - spare % page_size
         self.max_num_seqs, self.budget = num_seqs, num_seqs + spare_budget
@@ -65,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
             enable_prefix_caching=caching,
+            num_decode_steps=num_decode_steps,
         )
         self.caching, self.device = caching, CheckingDevice(page_size, windows, self.has_state)
         self.alone: dict[str, Alone] = {}
@@ -225,10 +228,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 list(sequence.tokens),
                 item.restore,
                 item.snapshot,
+                item.num_steps,
             )
             rows.append(row)
             self.check_position(row)
         assert rows
+        assert output.num_steps == max(row.num_steps for row in rows) <= self.scheduler.num_decode_steps
+        if output.num_steps > 1:
+            assert all(row.end - row.start == 1 and row.samples and row.sequence.constraint is None for row in rows)
+            assert not output.preempted
         assert len({row.sequence for row in rows}) == len(rows) <= self.max_num_seqs
         assert sum(row.end - row.start for row in rows) == output.num_tokens <= self.budget
         order = [(item.length > 1, item.is_first, item.sequence.order) for item in output.scheduled]
@@ -252,26 +260,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             alone.num_cached = row.start
             assert row.start < len(request.prompt_token_ids)
             assert row.start == 0 or request.params.prompt_logprobs is None
-        alone.num_computed = row.end
-        assert row.samples == (row.end == row.sequence.num_tokens - row.samples)
+        alone.num_computed = row.last_end
+        assert row.samples == (row.last_end == row.sequence.num_tokens - row.samples)
         watcher = row.sequence.constraint
         if watcher is not None:
             assert watcher.seen == row.known[len(request.prompt_token_ids) :]
             assert not watcher.follows or row.end <= len(row.known), "launched without knowing its last token"
         if row.samples:  # never past a limit that was known beforehand
-            assert row.end < self.max_model_len
-            assert row.end < len(request.prompt_token_ids) + request.params.max_tokens
+            assert row.last_end < self.max_model_len
+            assert row.last_end < len(request.prompt_token_ids) + request.params.max_tokens
         for pool, pages in zip(self.pools, row.pages, strict=True):
-            assert len(pages) == -(-row.end // self.page_size)
+            assert len(pages) == -(-row.last_end // self.page_size)
             gone = pool.first_page(row.start)
             assert [page == 0 for page in pages] == [index < gone for index in range(len(pages))]
         assert self.has_state or (row.restore, row.snapshot) == (-1, -1)
-        if row.end == len(alone.tokens):
+        if row.end >= len(alone.tokens):
             alone.num_wasted += 1
             assert alone.num_wasted == 1
             assert alone.reason in (FinishReason.STOP, FinishReason.ERROR)
             assert watcher is None or not watcher.follows
-        assert row.end <= len(alone.tokens)
+        assert row.end <= len(alone.tokens) or self.scheduler.num_decode_steps > 1
 
     def check_slots(self, rows: list[Row]) -> None:
         """A slot has one sequence among all rows under way."""
@@ -287,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index, page in enumerate(row.pages[pool]):
                 if page:
                     users.setdefault(page, {})[row.sequence] = (index, row)
-            for position in range(row.start, row.end):
+            for position in range(row.start, row.last_end):
                 writers.setdefault(row.pages[pool][position // self.page_size], set()).add(row.sequence)
         for page, named in users.items():
             assert page != 0
@@ -311,14 +319,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.unfinished[output.request_id]
             self.num_finished += 1
             return
-        alone.received += 1
-        assert output.token_ids == (alone.tokens[position],)
+        is_first, count = not alone.received, len(output.token_ids)
+        alone.received += count
+        assert count
+        assert output.token_ids == tuple(alone.tokens[position : position + count])
         assert output.num_cached_tokens == alone.num_cached
-        wanted = alone.received == 1 and alone.request.params.prompt_logprobs is not None
+        wanted = is_first and alone.request.params.prompt_logprobs is not None
         assert output.prompt_logprobs == ((None, *alone.prompt_logprobs(0, num_prompt)) if wanted else None)
         if output.timing is not None:
             assert output.timing.num_prompt_computed == num_prompt - alone.num_cached
-        if position + 1 < len(alone.tokens):
+        if position + count < len(alone.tokens):
             assert (output.finish_reason, output.ended_by_token, output.stop_token_id) == (None, False, None)
             return
         assert output.finish_reason is alone.reason

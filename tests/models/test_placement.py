@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 from cases import FIXTURES
 
+from tpu_serve.checkpoint import loader
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.config import ConfigError, EngineConfig, ParallelOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
@@ -18,6 +19,7 @@ from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
 from tpu_serve.device.params import ParamSpec, Source, num_bytes, num_bytes_per_device, padded, random_init
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import make_plan
+from tpu_serve.engine.report import weight_lines
 from tpu_serve.hf_config import read_config
 from tpu_serve.models.registry import build_model
 
@@ -41,8 +43,9 @@ def bytes_on(device, tree):
     [
         ("qwen3_moe", 1, set()),
         ("qwen3_moe", 2, set()),
-        ("qwen3_moe", 3, {"vocab", "heads", "kv_heads"}),
-        ("mixtral", 4, {"heads", "kv_heads"}),
+        ("qwen3_moe", 3, {"heads", "kv_heads"}),
+        ("mixtral", 4, set()),
+        ("gemma4", 4, set()),
     ],
 )
 def test_plan_counts_what_every_device_holds(name, num_devices, copied, caplog):
@@ -52,10 +55,42 @@ def test_plan_counts_what_every_device_holds(name, num_devices, copied, caplog):
     assert (f"Every one of the {num_devices} devices holds all of these" in caplog.text) == bool(copied)
     assert all(axis in caplog.text for axis in copied)
     params = random_init(placement.specs, placement.mesh, placement.rules)
-    caches = placement.cache_layout.allocate((5,), 16, 1, placement.mesh, placement.rules)
+    num_pages = (5,) * len(placement.cache_layout.windows)
+    caches = placement.cache_layout.allocate(num_pages, 16, 1, placement.mesh, placement.rules)
     for device in jax.devices()[:num_devices]:
         assert bytes_on(device, params) == placement.param_bytes
-        assert bytes_on(device, caches) == 5 * placement.cache_on_one_device.page_bytes(16)
+        layout = placement.cache_on_one_device
+        assert bytes_on(device, caches) == 5 * sum(layout.page_bytes(16, window) for window in layout.windows)
+
+
+def by_hand(path, array, num_devices, head_dim):
+    """What several devices hold of a weight: copies of a KV head lie beside it."""
+    if not path.startswith(("k_proj", "v_proj")):
+        return array
+    heads = np.split(array, array.shape[-1] // head_dim, axis=-1)
+    return np.concatenate([copy for head in heads for copy in [head] * (num_devices // len(heads))], axis=-1)
+
+
+@pytest.mark.parametrize(("name", "layer", "num_devices"), [("gpt_oss", 0, 8), ("gemma4", 0, 4), ("gemma4", 4, 4)])
+def test_each_device_gets_the_heads_that_its_queries_read(name, layer, num_devices, monkeypatch):
+    """From a checkpoint, in pieces that end within a head, and drawn by chance."""
+    monkeypatch.setattr(loader, "PIECE_BYTES", 3000)
+    model, placement = build_model(read_config(FIXTURES / name)), place(name, num_devices)
+    specs, placed = (tree["layers"][layer]["attention"] for tree in (model.param_specs(jnp.float32), placement.specs))
+    head_dim = model.cache_layout(jnp.float32).layers[layer].head_dim
+    for make in (
+        lambda *what: load_params(what[0], FIXTURES / name, *what[1:], ignore=("*",)),
+        lambda *what: random_init(*what, seed=5),
+    ):
+        plain = make(specs, make_mesh(jax.devices()[:1]), {})
+        found = make(placed, placement.mesh, placement.rules)
+        for path, array in plain.items():
+            more = found[path]
+            np.testing.assert_array_equal(by_hand(path, np.asarray(array), num_devices, head_dim), more, err_msg=path)
+            split = num_devices if path != "o_proj_bias" else 1
+            assert more.addressable_shards[0].data.size * split == more.size
+    line = next(line for line in weight_lines(placement) if line.path == "layers.*.attention.k_proj")
+    assert (line.repeats, line.split) == (num_devices // 2, ("kv_heads",))
 
 
 def test_the_share_of_each_device_is_what_the_plan_is_made_with():

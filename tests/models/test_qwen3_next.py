@@ -15,8 +15,9 @@ from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.safetensors import SafetensorsFolder
 from tpu_serve.config import ConfigError
 from tpu_serve.device.kv_cache import PagedCache, StateCache
-from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh, rules_that_divide
-from tpu_serve.device.params import iterate, random_init
+from tpu_serve.device.mesh import DEFAULT_RULES, make_mesh
+from tpu_serve.device.params import random_init
+from tpu_serve.engine.placement import Placement
 from tpu_serve.hf_config import HFConfig, read_config
 from tpu_serve.models.qwen3_next import FULL, LINEAR, Qwen3Next
 
@@ -122,12 +123,16 @@ def test_both_orders_of_projections_are_the_same_weights(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path), load(FOLDER))
 
 
-@pytest.mark.parametrize(("num_devices", "split"), [(2, True), (4, False), (8, False)])
-def test_devices_never_share_a_key_head(num_devices, split):
-    """Two key heads of 16: every weight's size could be split over four devices."""
-    specs, mesh = model().param_specs(jnp.float32)["layers"][0]["delta_net"], make_mesh(jax.devices()[:num_devices])
-    sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.shape, strict=True)]
-    assert ("linear_heads" in rules_that_divide(mesh, DEFAULT_RULES, sizes)) == split
+@pytest.mark.parametrize(("num_devices", "num_key_heads"), [(2, 2), (4, 4), (8, None)])
+def test_key_heads_lie_with_the_value_heads_that_read_them(num_devices, num_key_heads):
+    """Two key heads and four value heads: none of them is ever parted, though the sizes of the weights would allow it."""
+    specs, layout = model().param_specs(jnp.float32), model().cache_layout(jnp.float32)
+    placement = Placement.over(jax.devices()[:num_devices], specs, layout)
+    assert ("linear_heads" in placement.rules) == ("linear_key_heads" in placement.rules) == (num_key_heads is not None)
+    found, tails = placement.specs["layers"][0]["delta_net"], dict(placement.cache_layout.layers[0].arrays)
+    assert found["k_proj"].shape[1] == (num_key_heads or 2) * 16
+    assert tails["k_tail"].shape == (3 * found["k_proj"].shape[1],)
+    assert found["v_proj"] == specs["layers"][0]["delta_net"]["v_proj"]
 
 
 def test_random_weights_of_experts_and_of_a_dense_layer():

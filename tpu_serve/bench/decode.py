@@ -49,13 +49,14 @@ def run_decode(
 
 
 def full_steps(run: Run, batch_size: int) -> list[float]:
-    """Seconds of each step in which every sequence of the batch got a token that was not its first."""
+    """Seconds of each step in which every sequence of the batch got a token that was not its first. Those of one launch count alike."""
     seen: set[str] = set()
     seconds = []
     for previous, step in itertools.pairwise(run.steps):
         seen.update(previous.request_ids)
         if len(seen) == len(step.request_ids) == batch_size and step.launched:
-            seconds.append(step.at - previous.at)
+            num_steps = step.num_tokens // batch_size
+            seconds += [(step.at - previous.at) / num_steps] * num_steps
     return seconds
 
 

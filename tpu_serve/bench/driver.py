@@ -21,13 +21,15 @@ class Step:
 
     Attributes:
       at: when it returned, in seconds since the first request was added.
-      request_ids: which requests got a token.
+      request_ids: which requests got tokens.
       launched: it launched another step meanwhile, as all but the last do.
+      num_tokens: tokens of all of them; several for each request where a launch has several steps.
     """
 
     at: float
     request_ids: tuple[str, ...]
     launched: bool
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Driver:
             if outputs:
                 at = time.perf_counter() - started
                 request_ids = tuple(output.request_id for output in outputs)
-                run.steps.append(Step(at, request_ids, launched=core.num_steps > num_before))
+                num_tokens = sum(len(output.token_ids) for output in outputs)
+                run.steps.append(Step(at, request_ids, core.num_steps > num_before, num_tokens))
             for output in outputs:
                 if output.finish_reason not in (None, FinishReason.LENGTH):
                     raise RuntimeError(f"the engine ended a request: {output.error or output.finish_reason}")

@@ -15,7 +15,8 @@ from typing import Any
 from tpu_serve.config import ConfigError, EngineConfig
 
 PHASES = ("import", "config", "tokenizer", "weights", "measure", "compile", "ready", "first_token")
-"""What a start consists of, in order. `import` begins when the process is made, `ready` is the time from there until the engine can be asked, and
+"""What a start consists of, in order. Programs are begun before weights are read; `compile` is what was left of that when the weights were there, and
+what it takes to run each program once. `import` begins when the process is made, `ready` is the time from there until the engine can be asked, and
 `first_token` from there until it answered a prompt of one token."""
 COLD_SECONDS = 3600
 Run = Callable[[Mapping[str, Any]], Mapping[str, float]]

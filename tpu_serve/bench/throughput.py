@@ -73,6 +73,8 @@ class Throughput:
                 lines.append(
                     f"{kind.capitalize()} steps: {count}, {ms:.3f} ms/step, {tokens:.1f} tokens/step, {seconds:.3f} s in all"
                 )
+        if (padding := self.steps.padding) is not None:
+            lines.append(f"Padding to token buckets: {padding:.1%} of {self.steps.num_places} tokens computed")
         if self.num_compiles:
             lines.append(f"WARNING: {self.num_compiles} programs were compiled while measuring.")
         if self.num_preemptions:
@@ -100,6 +102,8 @@ class Throughput:
                 }
                 for kind in KINDS
             },
+            "token_buckets": list(self.steps.buckets),
+            "padded_tokens_ratio": self.steps.padding,
             "versions": dict(self.environment.versions),
             "device": dict(self.environment.device),
             "compiles_during": self.num_compiles,
@@ -133,7 +137,7 @@ def bench_throughput(
         SamplingParams(max_tokens=prompt.output_len, temperature=1.0, ignore_eos=True, n=num_choices)
         for prompt in prompts
     ]
-    steps, before = StepTimes(), num_compiled()
+    steps, before = StepTimes(buckets=engine.buckets), num_compiled()
     engine.core.on_step = steps.record
     started = time.perf_counter()
     if is_async:

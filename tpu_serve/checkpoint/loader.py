@@ -102,6 +102,7 @@ def _load(
     """One weight, share by share."""
     spec, axis = reader.spec, 0 if quantiser else reader.axis
     placed: list[list[jax.Array]] = [[] for _ in spec.arrays]
+    num_given = math.prod(spec.given) * (1 if spec.repeat is None else spec.repeat.times)
     num_read = num_values = 0
     for box, devices in _shares(shardings[0], spec.shape):
         shares = [
@@ -116,7 +117,7 @@ def _load(
             for share, host in zip(shares, hosts, strict=True):
                 share.put(host, piece[axis].start - box[axis].start if piece else 0)
             num_values += math.prod(one.stop - one.start for one in _given(piece, spec))
-            now = reader.num_bytes * num_values // max(1, math.prod(spec.given))
+            now = reader.num_bytes * num_values // max(1, num_given)
             report(now - num_read)
             num_read = now
         for arrays, share in zip(placed, shares, strict=True):
@@ -155,7 +156,11 @@ def _pieces(box: Box, axis: int, item_bytes: int) -> Iterator[Box]:
 
 def _given(box: Box, spec: ParamSpec) -> Box:
     """What of a part is not padding."""
-    return tuple(slice(min(one.start, size), min(one.stop, size)) for one, size in zip(box, spec.given, strict=True))
+    repeated = None if spec.repeat is None else spec.repeat.axis  # which has no padding
+    return tuple(
+        one if at == repeated else slice(min(one.start, size), min(one.stop, size))
+        for at, (one, size) in enumerate(zip(box, spec.given, strict=True))
+    )
 
 
 def _plain(reader: WeightReader, box: Box) -> np.ndarray:
@@ -164,4 +169,9 @@ def _plain(reader: WeightReader, box: Box) -> np.ndarray:
     given = _given(box, reader.spec)
     if any(one.start == one.stop for one in given):
         return np.zeros(shape, np.dtype(reader.spec.dtype))
-    return grown(reader.read(given), shape)
+    if (repeat := reader.spec.repeat) is None:
+        return grown(reader.read(given), shape)
+    origins = repeat.origins(given[repeat.axis].start, given[repeat.axis].stop)
+    start, stop = int(origins.min()), int(origins.max()) + 1
+    values = reader.read((*given[: repeat.axis], slice(start, stop), *given[repeat.axis + 1 :]))
+    return grown(values.take(origins - start, repeat.axis), shape)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_serve.cli import bench_compare, bench_engine, bench_moe, bench_serve
+from tpu_serve.cli import bench_compare, bench_engine, bench_models, bench_moe, bench_serve
 from tpu_serve.cli.options import add_engine_options, engine_config, positive
 from tpu_serve.config import ConfigError
 
@@ -51,6 +51,7 @@ def register(subparsers: Any) -> None:
     bench_compare.add(kinds)
     _add_kernels(kinds)
     bench_moe.add(kinds)
+    bench_models.add(kinds)
     _add_options(decode, run_decode, input_lens=(32,), batch_sizes=(1, 4, 16), num_iters=3, num_warmup=1)
 
 

@@ -6,16 +6,18 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tpu_serve.cli.options import add_engine_options, add_others, engine_config, log_notes
-from tpu_serve.config import EngineConfig, ParallelOptions
+from tpu_serve.config import ConfigError, EngineConfig, ParallelOptions
 
 if TYPE_CHECKING:
     from tpu_serve.device.chip import Chip
     from tpu_serve.engine.design import Design
+    from tpu_serve.engine.plan import EnginePlan
+    from tpu_serve.hf_config import HFConfig
 
 FITS, DOES_NOT_FIT = 0, 2
 
@@ -26,13 +28,18 @@ def register(subparsers: Any) -> None:
         help="whether a model fits some devices, and what lies where",
         usage="%(prog)s [MODEL] [OPTIONS]",
         description="Makes every decision that `tpu-serve serve` makes before it reads weights, for devices that need not be here, and prints it: bytes by kind of "
-        "weight, what is split and what is copied, the caches, how many sequences fit, how experts run. All of it is calculated. Exit code: 0 it fits, "
+        "weight, what is split and what is copied, the caches, how many sequences fit, how experts run. All of it is calculated, or what a step takes compiled with --compile. Exit code: 0 it fits, "
         "2 it does not or could not be checked; standard error has the reason, standard output the options that would make it fit, each tried.",
     )
     add_engine_options(parser)
     group = parser.add_argument_group("check")
     group.add_argument(
         "--chip", metavar="CHIP", help="v5e, v5p, v6e, tpu7x or cpu; what this machine has when left out"
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the largest step for the chips, which takes minutes and no TPU: its figures take the place of those that are calculated",
     )
     group.add_argument("--json", action="store_true", help="print JSON")
     add_others(parser)
@@ -56,13 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     hf_config = read_config(folder, config.model.hf_overrides)
 
     def make_design(options: EngineConfig) -> Design:
-        return design_engine(options, hf_config, chip, make_abstract_mesh(options.parallel.tensor_parallel_size))
+        parallel = options.parallel
+        mesh = make_abstract_mesh(parallel.num_devices, parallel.data_parallel_size)
+        return design_engine(options, hf_config, chip, mesh)
 
+    largest = _compiler(config, hf_config, chip) if arguments.compile else None
     with _warnings() as notes:
         design = make_design(config)
-        report = Report.of(config, design)
+        report = Report.of(config, design, largest)
         checkpoint = _checkpoint(config, design)
-    notes += _remarks(chip, config.parallel.tensor_parallel_size)
+    notes += _remarks(chip, config.parallel.num_devices)
     with _warnings():
         remedies = [] if report.fits else find_remedies(config, design, make_design)
     if arguments.json:
@@ -86,6 +96,31 @@ def _chip(name: str | None) -> Chip:
     chips = {**TPU_CHIPS, "cpu": cpu_chip()}
     known("--chip", [name], tuple(chips))
     return chips[name]
+
+
+def _compiler(config: EngineConfig, hf_config: HFConfig, chip: Chip) -> Callable[[EnginePlan], Any]:
+    """Compiles the largest step of a plan for chips that are not here.
+
+    Raises:
+      ConfigError: there is no compiler for them.
+    """
+    from tpu_serve.bench.compiled.topology import target_devices, topology
+    from tpu_serve.device.mesh import make_mesh
+    from tpu_serve.engine.design import design_engine
+    from tpu_serve.engine.programs import make_programs
+    from tpu_serve.runner.programs import Allowed
+
+    if not chip.is_tpu:
+        raise ConfigError("--compile is for TPUs: name one with --chip, of v5e, v5p, v6e and tpu7x.")
+    parallel = config.parallel
+    mesh = make_mesh(target_devices(topology(chip.name, parallel.num_devices)), parallel.data_parallel_size)
+
+    def largest(plan: EnginePlan) -> Any:
+        design = design_engine(config, hf_config, chip, mesh)
+        programs = make_programs(config, design, plan, Allowed(design.model.vocab_size))
+        return programs.lower(plan.buckets[-1]).compile()
+
+    return largest
 
 
 def _checkpoint(config: EngineConfig, design: Design) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from tpu_serve.config import EngineConfig
 from tpu_serve.device.chip import GIB, MIB
+from tpu_serve.engine.memory import COMPILED
+from tpu_serve.engine.placement import REPEATED
 from tpu_serve.engine.remedies import Remedy
 from tpu_serve.engine.report import CacheLine, Report, WeightLine, bytes_by_kind, num_active_params
 
@@ -104,6 +106,9 @@ def _where(line: WeightLine, report: Report) -> str:
         where = f"whole on each: {count} devices cannot share out its {', '.join(line.whole)}"
     else:
         where = "whole on each"
+    if line.repeats > 1:
+        what = " and ".join(axis for axis in line.split if axis in REPEATED)
+        return f"{where}; each of its {what} {line.repeats} times, in the checkpoint {list(line.unpadded)}"
     padding = "" if line.shape == line.unpadded else f"padded from {list(line.unpadded)}"
     return "; ".join(filter(None, (where, padding)))
 
@@ -141,10 +146,15 @@ def _memory(report: Report, config: EngineConfig) -> Iterator[str]:
     if plan is None or report.cache_bytes is None:
         yield f"  it does not fit: {report.problem}"
         return
-    taken = report.design.param_bytes + report.cache_bytes + plan.sampler_bytes
+    of_steps = plan.temporary_bytes + plan.code_bytes
+    taken = report.design.param_bytes + report.cache_bytes + plan.sampler_bytes + of_steps
     yield (
-        f"  it fits: {_size(report.design.param_bytes)} of weights, {_size(report.cache_bytes)} of caches and "
-        f"{_size(plan.sampler_bytes)} of the sampler, {_size(taken)} in all"
+        f"  it fits: {_size(report.design.param_bytes)} of weights, {_size(report.cache_bytes)} of caches, {_size(plan.sampler_bytes)} of the "
+        f"sampler and {_size(of_steps)} of steps, {_size(taken)} in all"
+    )
+    yield (
+        f"  steps, {plan.figures}: {_size(plan.temporary_bytes)} of temporary arrays of the largest, {_size(plan.code_bytes)} of programs"
+        + (" estimated from its own" if plan.figures == COMPILED else "")
     )
     for line in report.caches:
         seeing = "" if line.window is None else f" for layers that see {line.window} tokens"
@@ -188,6 +198,8 @@ def as_json(
         "usable_bytes": int(config.cache.device_memory_utilization * placement.chip.memory_bytes),
         "param_bytes": design.param_bytes, "param_bytes_by_kind": bytes_by_kind(report.weights),
         "cache_bytes": report.cache_bytes, "concurrency": report.concurrency,
+        "temporary_bytes": report.plan and report.plan.temporary_bytes, "code_bytes": report.plan and report.plan.code_bytes,
+        "figures": report.plan and report.plan.figures,
         "weights": [{"kind": line.kind, **dataclasses.asdict(line)} for line in report.weights],
         "caches": [dataclasses.asdict(line) for line in report.caches],
         "state": None if state is None else dataclasses.asdict(state),

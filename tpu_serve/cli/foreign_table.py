@@ -25,7 +25,9 @@ def _means(flags: str, **sets: Any) -> Foreign:
 
 
 _NO_EAGER = "means nothing here: JAX runs compiled programs only. They are kept in --compile-cache-dir, so that later starts are quick"
-_ONE_HOST = "is not supported: the devices of one host serve together (--tensor-parallel-size N)"
+_ONE_HOST = (
+    "is not supported: the devices of one host serve together (--tensor-parallel-size N, --data-parallel-size N)"
+)
 _NO_LORA = "is not supported: merge the adapter into the checkpoint and serve that"
 _NO_SPECULATION = "is not supported: there is no speculative decoding; leave it out"
 _TEXT_ONLY = "has no effect: models are served with text only"
@@ -84,8 +86,8 @@ ENGINE_FLAGS = (
     _refused("--max-total-tokens", "is --num-pages here, in pages of --page-size tokens"),
     _refused("--schedule-policy", "is not known: use --scheduling-policy fcfs or priority", done="fcfs"),
     _refused(
-        "--data-parallel-size -dp --dp-size --api-server-count -asc",
-        "is not supported: start one server per copy of the model, each with its own devices, behind a load balancer",
+        "--api-server-count -asc",
+        "is not supported: one process takes all requests; --data-parallel-size N is about devices alone",
         done="1",
     ),
     _refused(
@@ -94,11 +96,8 @@ ENGINE_FLAGS = (
         done="1",
     ),
     _refused(
-        "--expert-parallel-size --ep-size", "is not needed: experts are split over --tensor-parallel-size devices"
-    ),
-    _refused(
-        "--mesh",
-        "is not needed: --tensor-parallel-size N makes one row of devices, over which heads and experts are split",
+        "--expert-parallel-size --ep-size",
+        "is not needed: experts are split over all devices, --data-parallel-size times --tensor-parallel-size",
     ),
     _refused("--nnodes", _ONE_HOST, done="1"),
     _refused("--node-rank", _ONE_HOST, done="0"),
@@ -119,7 +118,8 @@ ENGINE_FLAGS = (
     _noted("--max-seq-len-to-capture", "means nothing here: programs depend on the number of tokens in a step only"),
     _refused(
         "--disable-precompile --skip-server-warmup",
-        "is not supported: requests would wait for the compiler; programs are kept in --compile-cache-dir and compiled once",
+        "is not supported: requests would wait for the compiler; programs are kept in --compile-cache-dir and compiled once, and "
+        "--serve-while-compiling answers before all of them are there",
         takes=0,
     ),
     _means("--disable-radix-cache", enable_prefix_caching=False),
@@ -144,7 +144,6 @@ ENGINE_FLAGS = (
     _refused(
         "--cpu-offload-gb --swap-space", "is not supported: weights and KV cache stay on the devices", done=r"0(\.0*)?"
     ),
-    _refused("--attention-backend", "is not supported: there is one implementation of attention", done="auto"),
     _refused("--enable-lora", _NO_LORA, takes=0),
     _refused("--lora-modules --lora-paths", _NO_LORA, takes="+"),
     _refused("--max-loras --max-lora-rank --max-cpu-loras", _NO_LORA),

@@ -7,16 +7,17 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tpu_serve import __version__
-from tpu_serve.cli import batch, bench, chat, check, complete, convert, doctor, plan, serve, tune
+from tpu_serve.cli import batch, bench, chat, check, compile, complete, convert, doctor, plan, serve, tune
 from tpu_serve.cli.parser import Parser
 from tpu_serve.cli.terminated import EXIT_CODE, Terminated
 from tpu_serve.config import ConfigError
 
 FAILED_TO_RUN = 2
 INTERRUPTED = 130
-COMMANDS = (serve, chat, complete, batch, check, doctor, bench, plan, tune, convert)
+COMMANDS = (serve, chat, complete, batch, check, compile, doctor, bench, plan, tune, convert)
 """Modules with `register(subparsers)`, which sets `run(arguments) -> exit code` on its parser."""
 
 
@@ -49,6 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return finished.code if isinstance(finished.code, int) else 0
 
 
+def console() -> NoReturn:
+    """What the installed command runs: `main`, and the end of the process, at once also where programs are being compiled for a start that
+    has failed."""
+    code = main()
+    from tpu_serve.runner import background
+
+    if background.is_running():
+        background.leave(code)
+    sys.exit(code)
+
+
 def _drop_output() -> None:
     """Lets what is still buffered for standard output go nowhere: the interpreter would fail on it when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,4 +87,4 @@ class _Version(argparse.Action):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -36,6 +36,7 @@ _PART_TITLES = {
     "model": "model",
     "moe": "mixture of experts",
     "cache": "KV cache",
+    "attention": "attention",
     "scheduler": "scheduling",
     "sampling": "sampling",
     "parallel": "several devices",

@@ -6,6 +6,7 @@ environment variables in the package happen here too.
 
 from tpu_serve.config.engine import (
     EMBEDDED_MODEL,
+    AttentionOptions,
     CacheOptions,
     CompileOptions,
     EngineConfig,
@@ -21,6 +22,7 @@ from tpu_serve.option import ConfigError
 
 __all__ = [
     "EMBEDDED_MODEL",
+    "AttentionOptions",
     "CacheOptions",
     "CompileOptions",
     "ConfigError",

@@ -111,7 +111,7 @@ class CacheOptions:
     )
     device_memory_utilization: float = option(
         0.9,
-        "share of each device's memory that weights and KV cache may take",
+        "share of each device's memory that weights, caches, steps and their programs may take",
         aliases=("--gpu-memory-utilization", "--hbm-utilization", "--mem-fraction-static"),
     )
     enable_prefix_caching: bool = option(True, "reuse cached pages of equal prompt beginnings")
@@ -138,20 +138,43 @@ class CacheOptions:
         return {"auto": None, "int8": "int8"}.get(self.kv_cache_dtype, "float8_e4m3fn")
 
 
+MOST_DECODE_STEPS = 128
+"""In one launch. Log-probabilities of all of them lie on the device until it ends."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed."""
+
+    attention_backend: str = option(
+        "auto",
+        "what computes attention: 'kernel' is the TPU kernel, simulated (slowly) on a CPU and refused where it cannot run; 'xla' is XLA; 'auto' "
+        "takes the kernel wherever it runs on a TPU and logs why where it does not",
+        choices=("auto", "kernel", "xla"),
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_choices(self)
+
+
 @dataclass(frozen=True)
 class SchedulerOptions:
     """How requests share a step."""
 
     max_num_seqs: int | None = option(
-        None, "most sequences in one step; 64 on CPU and 128 on TPU when left out", aliases=("--max-running-requests",)
+        None,
+        "most sequences in one step, of each data-parallel rank; 64 on CPU and 128 on TPU when left out",
+        aliases=("--max-running-requests",),
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "token budget of one step, the size of a prefill chunk (k and m suffixes allowed); 256 on CPU and 2048 on TPU when left out",
+        "token budget of one step, the size of a prefill chunk, of each data-parallel rank (k and m suffixes allowed); 256 on CPU and 2048 on "
+        "TPU when left out",
         aliases=("--chunked-prefill-size",),
     )
     max_num_queued_reqs: int | None = option(
-        None, "most requests that may wait in the server; 16 times --max-num-seqs when left out"
+        None, "most requests that may wait in the server; 16 times --max-num-seqs of all ranks together when left out"
     )
     max_num_queued_tokens: int | None = option(
         None,
@@ -163,37 +186,89 @@ class SchedulerOptions:
         "priority (lower ones first) and then of arrival",
         choices=("fcfs", "priority"),
     )
+    num_decode_steps: int = option(
+        1,
+        "most decode steps in one launch, while all that runs decodes and has no grammar, bad words or other constraint: less work for the host, "
+        "but tokens come in groups, a request that arrives waits for up to twice as many steps instead of two, and steps behind a stop string "
+        "or a client that goes away are computed for nothing",
+        aliases=("--num-scheduler-steps",),
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choices(self)
+        check_at_least(self, 1, "num_decode_steps")
+        if self.num_decode_steps > MOST_DECODE_STEPS:
+            raise ConfigError(
+                f"--num-decode-steps must be at most {MOST_DECODE_STEPS}, got {self.num_decode_steps}: more steps save nothing more, and whoever "
+                f"arrives waits for them."
+            )
         check_at_least(
             self, 1, "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"
         )
 
 
+MESH_AXES = {"data": "data_parallel_size", "model": "tensor_parallel_size"}
+"""The axes that --mesh names, and the options that say the same."""
+
+
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How many devices of this host the model is split over."""
+    """How many devices of this host the model is split over.
+
+    Sizes are numbers once this is made, whichever option they come from.
+    """
 
     tensor_parallel_size: int = option(
-        1,
-        "devices of this host that the model is split over; on CPU that many are simulated",
+        None,
+        "devices that share the work on each sequence, over which heads are split; on CPU they are simulated; 1 when left out",
         aliases=("-tp", "--tp-size"),
+        metavar="N",
+    )
+    data_parallel_size: int = option(
+        None,
+        "groups of so many devices, each with sequences and a KV cache of its own; experts are split over the devices of all groups; "
+        "1 when left out",
+        aliases=("-dp", "--dp-size"),
         metavar="N",
     )
     enable_expert_parallel: bool = option(
         True, "give each device whole experts; nothing else is supported with more than one device"
     )
+    mesh: str | None = option(
+        None,
+        "both sizes in one, as in data=2,model=4: --data-parallel-size 2 --tensor-parallel-size 4",
+        metavar="AXIS=N,...",
+    )
 
     def __post_init__(self) -> None:
+        named = _mesh_sizes(self.mesh)
+        for axis, name in MESH_AXES.items():
+            given, size = getattr(self, name), named.get(axis)
+            if None not in (given, size) and given != size:
+                raise ConfigError(
+                    f"--mesh {self.mesh} and --{name.replace('_', '-')} {given} contradict each other; leave one of them out."
+                )
+            object.__setattr__(self, name, given if given is not None else size if size is not None else 1)
         check_types(self)
-        check_at_least(self, 1, "tensor_parallel_size")
-        if self.tensor_parallel_size > 1 and not self.enable_expert_parallel:
+        check_at_least(self, 1, *MESH_AXES.values())
+        if self.num_devices > 1 and not self.enable_expert_parallel:
             raise ConfigError(
-                f"--no-enable-expert-parallel cannot be used with --tensor-parallel-size {self.tensor_parallel_size}: splitting "
-                f"inside an expert is not supported; leave it out, and each device gets whole experts."
+                f"--no-enable-expert-parallel cannot be used with {self.devices_asked}: splitting inside an expert is not supported; "
+                f"leave it out, and each device gets whole experts."
             )
+
+    @property
+    def num_devices(self) -> int:
+        """All of them; experts are split over so many."""
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def devices_asked(self) -> str:
+        """The options that say how many devices, for messages."""
+        ranks = f"--data-parallel-size {self.data_parallel_size} "
+        return f"{ranks if self.data_parallel_size > 1 else ''}--tensor-parallel-size {self.tensor_parallel_size}"
 
     @property
     def num_host_threads(self) -> int:
@@ -201,9 +276,28 @@ class ParallelOptions:
         wait forever where there are too few; a larger number that is set already stays."""
         given = os.environ.get("NPROC", "")
         return max(
-            2 * self.tensor_parallel_size + 8,
+            2 * self.num_devices + 8,
             int(given) if given.isdecimal() and given.isascii() else os.cpu_count() or 1,
         )
+
+
+def _mesh_sizes(text: str | None) -> dict[str, int]:
+    """Sizes by axis of what --mesh says."""
+    sizes: dict[str, int] = {}
+    for part in text.split(",") if isinstance(text, str) else ():
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or axis in sizes or not (size.isascii() and size.isdigit() and int(size)):
+            raise ConfigError(
+                f"--mesh {text!r} is not understood: it names the axes {' and '.join(MESH_AXES)}, each once, as in data=2,model=4; "
+                f"--data-parallel-size and --tensor-parallel-size say the same."
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=true"
+"""What JAX adds to libtpu's flags on a machine that has TPUs. `tpu-serve compile` adds it where there are none."""
+_NOT_OF_PROGRAMS = ("--xla_dump_", "--xla_force_host_platform_device_count")
 
 
 @dataclass(frozen=True)
@@ -220,9 +314,20 @@ class CompileOptions:
         None,
         "folder that keeps compiled programs between starts; 'off' disables it; ~/.cache/tpu-serve/compile when left out",
     )
+    serve_while_compiling: bool = option(
+        False,
+        "answer as soon as the smallest step has its program: prompts then go through in smaller pieces until the larger steps have theirs",
+    )
+    on_recompile: str = option(
+        "warn",
+        "what happens when a program is compiled after the start, which should never be: 'count' it in the metrics, 'warn' once for each, or "
+        "end the engine with an 'error'",
+        choices=("warn", "error", "count"),
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_choices(self)
         if list(self.token_buckets) != sorted(set(self.token_buckets)) or any(n < 1 for n in self.token_buckets):
             raise ConfigError(
                 f"--token-buckets must be positive and rising, got {' '.join(map(str, self.token_buckets))}."
@@ -237,6 +342,12 @@ class CompileOptions:
             return Path(self.compile_cache_dir).expanduser()
         return user_cache() / "compile"
 
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        """What the environment tells the compiler of TPUs, but for `LAUNCH_BARRIER`."""
+        words = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")).split()
+        return tuple(sorted(word for word in words if word != LAUNCH_BARRIER and not word.startswith(_NOT_OF_PROGRAMS)))
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -245,10 +356,19 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     moe: MoEOptions = field(default_factory=MoEOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
+
+    def __post_init__(self) -> None:
+        if self.scheduler.num_decode_steps > 1 and self.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                f"--num-decode-steps {self.scheduler.num_decode_steps} cannot be used with --data-parallel-size "
+                f"{self.parallel.data_parallel_size}: ranks launch together, and those that decode would wait for one that has a prompt; "
+                f"leave one of the two out."
+            )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -281,6 +401,7 @@ _PARTS: Mapping[str, Any] = {
     "model": ModelOptions,
     "moe": MoEOptions,
     "cache": CacheOptions,
+    "attention": AttentionOptions,
     "scheduler": SchedulerOptions,
     "sampling": SamplingOptions,
     "parallel": ParallelOptions,

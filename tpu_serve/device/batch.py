@@ -105,3 +105,14 @@ class Batch:
     prompt_targets: jax.Array
     any_prompt_logprobs: jax.Array
     sampling: SamplingRows
+
+
+def own_batch(batch: Batch, ranks: str | None) -> Batch:
+    """The batch of the data rank at hand, inside of a `shard_map`.
+
+    Args:
+      batch: its share of those of all ranks, whose fields have a leading axis; or the only one there is.
+      ranks: mesh axis of the ranks, None for a single one.
+    """
+    own: Batch = batch if ranks is None else jax.tree.map(lambda x: jnp.squeeze(x, 0), batch)
+    return own

@@ -15,7 +15,7 @@ from tpu_serve.config import ConfigError, ParallelOptions
 
 
 def take_devices(options: ParallelOptions) -> list[jax.Device]:
-    """The first `tensor_parallel_size` devices of this host.
+    """The first devices of this host, as many as are asked for.
 
     Where more than one is wanted and jax has not been used in this process, a CPU is made to show itself as that many devices.
 
@@ -23,7 +23,7 @@ def take_devices(options: ParallelOptions) -> list[jax.Device]:
       ConfigError: there are fewer devices; the message has both numbers.
     """
     _skip_absent_tpu()
-    if options.tensor_parallel_size > 1:
+    if options.num_devices > 1:
         _prepare_simulation(options)
     return first_devices(jax.local_devices(), options)
 
@@ -38,23 +38,24 @@ def _skip_absent_tpu() -> None:
 
 def _prepare_simulation(options: ParallelOptions) -> None:
     """Asks for CPU devices and for threads enough to run them. Changes nothing on a TPU host, whose CPU is not asked for its devices."""
-    if jax.config.values["jax_num_cpu_devices"] < options.tensor_parallel_size:
+    if jax.config.values["jax_num_cpu_devices"] < options.num_devices:
         with suppress(RuntimeError):  # jax has been used: what devices there are is settled
-            jax.config.update("jax_num_cpu_devices", options.tensor_parallel_size)
+            jax.config.update("jax_num_cpu_devices", options.num_devices)
     os.environ["NPROC"] = str(options.num_host_threads)
 
 
 def first_devices(devices: Sequence[jax.Device], options: ParallelOptions) -> list[jax.Device]:
-    """The first `tensor_parallel_size` of some devices.
+    """The first of some devices, as many as are asked for.
 
     Raises:
       ConfigError: there are fewer; the message has both numbers.
     """
-    wanted, platform = options.tensor_parallel_size, devices[0].platform
+    wanted, platform = options.num_devices, devices[0].platform
     if wanted <= len(devices):
         return list(devices[:wanted])
+    product = f", {wanted} devices in all," if options.data_parallel_size > 1 else ""
     message = (
-        f"--tensor-parallel-size {wanted} is more than the {len(devices)} {platform} devices that this process has."
+        f"{options.devices_asked}{product} is more than the {len(devices)} {platform} devices that this process has."
     )
     if platform == "cpu":
         message += (

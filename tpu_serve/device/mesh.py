@@ -25,9 +25,12 @@ DEFAULT_RULES: AxisRules = {
     "heads": MODEL_AXIS,
     "kv_heads": MODEL_AXIS,
     "linear_heads": MODEL_AXIS,
+    "linear_key_heads": MODEL_AXIS,
     "mlp": MODEL_AXIS,
     "experts": (DATA_AXIS, MODEL_AXIS),
+    "ranks": DATA_AXIS,
 }
+"""What is split over what, unless a size forbids it; the axis "ranks" is that of pages, slots and whatever else each data rank has its own of."""
 
 
 def make_mesh(devices: Sequence[jax.Device], data_parallel_size: int = 1) -> Mesh:
@@ -48,6 +51,22 @@ def expert_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices.reshape(-1), (EXPERT_AXIS,))
 
 
+def num_data_ranks(mesh: Mesh) -> int:
+    """Groups of devices that hold different sequences."""
+    return int(mesh.shape[DATA_AXIS])
+
+
+def data_axis(mesh: Mesh) -> str | None:
+    """What the first axis of an array that has a part for each data rank is split over; None for a single rank, which has all of it."""
+    return DATA_AXIS if num_data_ranks(mesh) > 1 else None
+
+
+def by_rank(mesh: Mesh) -> NamedSharding:
+    """Sharding of such an array."""
+    axis = data_axis(mesh)
+    return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(axis))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
@@ -56,6 +75,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def num_shares(mesh: Mesh, axes: MeshAxes) -> int:
     """Parts that a dimension split over these mesh axes has."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
+def num_repeats(count: int, shares: int) -> int:
+    """How often each of `count` things is there, side by side, where so many holders are to have equally many of them."""
+    return shares // math.gcd(count, shares)
 
 
 def rules_that_divide(mesh: Mesh, rules: AxisRules, sizes: Iterable[tuple[str | None, int]]) -> AxisRules:

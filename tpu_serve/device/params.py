@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tpu_serve.device.mesh import AxisRules, named_sharding
+from tpu_serve.device.mesh import AxisRules, named_sharding, num_repeats
 from tpu_serve.device.quantised import MatrixFormat, QuantisedArray, num_array_bytes, quantise_array
 
 Transform = Callable[[list[np.ndarray]], np.ndarray]
@@ -77,6 +77,26 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """A dimension of which each unit is there several times, one beside the other.
+
+    Attributes:
+      axis: the dimension.
+      unit: values that stay together.
+      times: how often they are there.
+    """
+
+    axis: int
+    unit: int
+    times: int
+
+    def origins(self, start: int, stop: int) -> np.ndarray:
+        """Where the values of this range of the dimension come from."""
+        place = np.arange(start, stop)
+        return place // (self.unit * self.times) * self.unit + place % self.unit
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """A weight that does not exist yet.
 
@@ -86,7 +106,9 @@ class ParamSpec:
       axes: a logical axis name per dimension, None for one that is never split.
       sources: the layouts in which checkpoints hold it, most usual first. The first one that is complete is read.
       scale: standard deviation of the random init; None means ones (norm weights).
-      unpadded: the shape before `padded` filled it up at the ends; None where it did not.
+      unit: values along the named axes that are never parted, such as those of a head.
+      unpadded: the shape before `padded` filled it up at the ends and `repeated` repeated it; None where neither did.
+      repeat: what `repeated` did.
       format: of the matrices [K, N] in the last two dimensions; the weight is a `QuantisedArray` then, and only its leading dimensions are
         split. None for a plain array.
     """
@@ -96,7 +118,9 @@ class ParamSpec:
     axes: tuple[str | None, ...]
     sources: tuple[Source, ...] = field(repr=False)
     scale: float | None = 0.02
+    unit: int = 1
     unpadded: tuple[int, ...] | None = None
+    repeat: Repeat | None = None
     format: MatrixFormat | None = None
 
     def __post_init__(self) -> None:
@@ -117,8 +141,15 @@ class ParamSpec:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The shape without padding."""
+        """The shape in a checkpoint, without padding and repetitions."""
         return self.unpadded or self.shape
+
+    @property
+    def num_units(self) -> tuple[int, ...]:
+        """What there is to be shared out along each dimension."""
+        return tuple(
+            size if axis is None else size // self.unit for axis, size in zip(self.axes, self.shape, strict=True)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +222,28 @@ def padded(specs: Any, axis: str, multiple: int) -> Any:
     return map_specs(pad, specs)
 
 
+def repeated(specs: Any, axis: str, shares: int) -> Any:
+    """The same tree with each unit of one logical axis as often as it takes for so many devices to have equally many.
+
+    Copies lie side by side, so where units are read in groups, those of a group still lie beside their own. Checkpoints hold each unit once,
+    and random weights are those of the tree without repetitions.
+    """
+
+    def repeat(_: str, spec: ParamSpec) -> ParamSpec:
+        if axis not in spec.axes:
+            return spec
+        dim = spec.axes.index(axis)
+        times = num_repeats(spec.shape[dim] // spec.unit, shares)
+        if times == 1:
+            return spec
+        if spec.repeat is not None or spec.format is not None or spec.shape[dim] != spec.given[dim]:
+            raise ValueError(f"a weight of shape {spec.shape} cannot be repeated along {axis!r}")
+        shape = tuple(size * times if at == dim else size for at, size in enumerate(spec.shape))
+        return dataclasses.replace(spec, shape=shape, unpadded=spec.given, repeat=Repeat(dim, spec.unit, times))
+
+    return map_specs(repeat, specs)
+
+
 def abstract(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> Any:
     """Shapes, dtypes and shardings without arrays: what ahead-of-time compilation needs."""
 
@@ -206,13 +259,15 @@ def abstract(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules) -> Any:
 
 
 def random_array(path: str, spec: ParamSpec, seed: int) -> np.ndarray:
-    """Random values in `dtype`, before any quantising, that depend only on the seed, the weight's path and its shape without padding."""
+    """Random values in `dtype`, before any quantising, that depend only on the seed, the weight's path and its shape in a checkpoint."""
     if spec.scale is None:
         values = np.ones(spec.given, spec.dtype)
     else:
         generator = np.random.default_rng([seed & (2**63 - 1), zlib.crc32(path.encode())])
         values = (generator.standard_normal(spec.given, np.float32) * np.float32(spec.scale)).astype(spec.dtype)
-    return np.pad(values, [(0, size - given) for size, given in zip(spec.shape, spec.given, strict=True)])
+    if (repeat := spec.repeat) is not None:
+        values = values.take(repeat.origins(0, spec.shape[repeat.axis]), repeat.axis)
+    return np.pad(values, [(0, size - given) for size, given in zip(spec.shape, values.shape, strict=True)])
 
 
 def random_init(specs: Any, mesh: jax.sharding.Mesh, rules: AxisRules, seed: int = 0) -> Any:

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from tpu_serve.checkpoint.folder import resolve
 from tpu_serve.checkpoint.loader import load_params
 from tpu_serve.checkpoint.progress import GB, LoadProgress
 from tpu_serve.checkpoint.quantised.folder import DequantisedFolder, open_checkpoint
 from tpu_serve.config import ConfigError, EngineConfig, SamplingOptions
-from tpu_serve.device.batch import zeros
 from tpu_serve.device.chip import GIB, chip_of
 from tpu_serve.device.devices import take_devices
 from tpu_serve.device.mesh import make_mesh
 from tpu_serve.device.params import random_init
+from tpu_serve.engine.compiling import ProgramMaker, set_up_compile_cache
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.design import Design, design_engine
 from tpu_serve.engine.device_memory import DeviceMemory
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.engine.limits import check_limits
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan
-from tpu_serve.engine.programs import make_programs
 from tpu_serve.engine.quantisation import QuantisationErrors
+from tpu_serve.engine.sizing import first_plan, settled, verified
 from tpu_serve.engine.warm_up import WarmUp
 from tpu_serve.hf_config import eos_token_ids, read_config, read_generation_config
 from tpu_serve.request import InvalidRequest, SamplingParams
-from tpu_serve.runner.compile_counter import compile_seconds, num_cache_hits
+from tpu_serve.runner.compilation import Compilation
+from tpu_serve.runner.compile_counter import compile_seconds, expected, num_cache_hits
 from tpu_serve.runner.model_runner import ModelRunner
 from tpu_serve.runner.programs import Allowed
+from tpu_serve.runner.recompiles import Recompiles
 from tpu_serve.scheduler.cache import Cache
+from tpu_serve.scheduler.data_parallel import DataParallelScheduler
 from tpu_serve.scheduler.page_pool import PagePool
 from tpu_serve.scheduler.scheduler import Scheduler, num_slots
 from tpu_serve.scheduler.snapshots import Snapshots
@@ -54,22 +56,34 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
     Raises:
       ConfigError: something does not fit; everything that can be checked is checked before weights are read.
     """
+    with expected():
+        return _build(config, on_phase)
+
+
+def _build(config: EngineConfig, on_phase: Phase) -> Engine:
     on_phase("config", 0.0)
-    _set_up_compile_cache(config)
+    set_up_compile_cache(config.compile)
     dummy = config.model.load_format == "dummy"
     folder = resolve(config.model.source, config.model.revision, weights=not dummy)
     hf_config = read_config(folder, config.model.hf_overrides)
     devices = take_devices(config.parallel)
-    design = design_engine(config, hf_config, chip_of(devices[0]), make_mesh(devices))
+    design = design_engine(
+        config, hf_config, chip_of(devices[0]), make_mesh(devices, config.parallel.data_parallel_size)
+    )
     model, placement, experts = design.model, design.placement, design.experts
-    mesh, rules = placement.mesh, placement.rules
-    plan = design.plan(config)
+    plan = first_plan(config, design)
     warm_up = None
     if experts is not None:
-        experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
-        warm_up = WarmUp(config.moe, experts, plan.buckets) if config.moe.warm_up_measure else None
+        experts.planner.prepare(plan.expert_tokens, is_strict=config.moe.moe_strict_tables)
+        warm_up = WarmUp(config.moe, experts, plan.expert_tokens) if config.moe.warm_up_measure else None
+    check_limits(config, design, plan)
     on_phase("tokenizer", 0.0)
-    tokenizer = _tokenizer(config, folder)
+    tokenizer = load_tokenizer(config, folder)
+    allowed = allowed_tokens(design, tokenizer)
+    # What runs the experts is known only once it has been measured, which takes weights.
+    designed = ProgramMaker(config, design, allowed)
+    maker = designed if warm_up is None else None
+    plan = settled(config, design, plan, designed.largest)
     info = ModelInfo(
         name=config.model.source,
         architecture=hf_config.architecture,
@@ -86,37 +100,31 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
 
     _report(info, plan, placement, design.dtype)
 
-    on_phase("weights", 0.0)
-    if dummy:
-        params = random_init(placement.specs, mesh, rules, config.model.seed)
-    else:
-        params = _load(design, on_phase)
-    if warm_up is not None:
-        on_phase("measure", 0.0)
-        experts = warm_up.run(params)
-    on_phase("compile", 0.0)
-    windows = placement.cache_layout.windows
-    scheduler = Scheduler(
-        Cache(
-            [PagePool(count, plan.page_size, window) for count, window in zip(plan.num_pages, windows, strict=True)],
-            None if plan.num_snapshots is None else Snapshots(plan.num_snapshots),
-        ),
-        max_num_seqs=plan.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    suppressed = read_generation_config(folder).suppressed_ids
-    allowed = Allowed(min(tokenizer.vocab_size, model.vocab_size), suppressed)
-    programs = make_programs(config, design, plan, allowed, experts)
-    runner = ModelRunner(programs, params, zeros(programs.state))
-    started, hits = time.perf_counter(), num_cache_hits()
-    runner.compile(lambda done, total: on_phase("compile", done / total))
-    logger.info(
-        "%d programs, for %s tokens, were ready in %.1f s; %d of them came from the compile cache",
-        len(plan.buckets), ", ".join(map(str, plan.buckets)), time.perf_counter() - started, num_cache_hits() - hits,
-    )  # fmt: skip
-    core = EngineCore(scheduler, runner)
+    begun = None if maker is None else maker.begin(plan)
+    try:
+        params = _weights(config, design, on_phase, None if begun is None else begun[1])
+        if warm_up is not None:
+            on_phase("measure", 0.0)
+            experts = warm_up.run(params)
+        if maker is None or begun is None:
+            maker = ProgramMaker(config, design, allowed, experts)
+            begun = maker.begin(plan)
+        on_phase("compile", 0.0)
+        programs, compilation = begun
+        runner = ModelRunner(programs, params, compilation)
+        is_early = config.compile.serve_while_compiling
+        runner.start(lambda done, total: on_phase("compile", done / total), wait_for_all=not is_early)
+        plan = verified(config, design, plan, compilation)
+    except BaseException:
+        if begun is not None:
+            begun[1].cancel()
+        raise
+    maker.report(compilation, plan)
+    ranks = [_scheduler(config, plan, placement.cache_layout.windows) for _ in range(plan.num_ranks)]
+    scheduler = ranks[0] if len(ranks) == 1 else DataParallelScheduler(ranks)
+    core = EngineCore(scheduler, runner, partial(_take_new_programs, runner, ranks) if is_early else None)
+    compilation.on_change = core.look_again
+    recompiles = Recompiles(config.compile.on_recompile, core.fail)
     return Engine(
         config,
         info,
@@ -127,27 +135,57 @@ def build_engine(config: EngineConfig, on_phase: Phase = lambda name, share: Non
         buckets=plan.buckets,
         memory_bytes=DeviceMemory(placement, plan, devices[0]),
         compile_costs=lambda: (num_cache_hits(), compile_seconds()),
+        num_recompiled=lambda: recompiles.num,
+        programs=lambda: (compilation.num_done, len(compilation.names)),
     )
 
 
-def _set_up_compile_cache(config: EngineConfig) -> None:
-    cache = config.compile.cache_folder
-    # JAX looks at these settings once, at the process's first compilation; another engine may have been built before this one.
-    compilation_cache.reset_cache()
-    if cache is None:
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--compile-cache-dir {cache} cannot be used: {error.strerror}. 'off' does without."
-        ) from None
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    # Small programs too: a second start should compile nothing.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def _take_new_programs(runner: ModelRunner, ranks: Sequence[Scheduler]) -> int:
+    """See `ModelRunner.take_new_programs`. Launches of several steps are planned once there are programs for them."""
+    most = runner.take_new_programs()
+    for rank in ranks:
+        rank.num_decode_steps = runner.num_decode_steps
+    return most
+
+
+def _scheduler(config: EngineConfig, plan: EnginePlan, windows: Sequence[int | None]) -> Scheduler:
+    """Of one data rank.
+
+    Args:
+      windows: what the plan's pages are for.
+    """
+    return Scheduler(
+        Cache(
+            [PagePool(count, plan.page_size, window) for count, window in zip(plan.num_pages, windows, strict=True)],
+            None if plan.num_snapshots is None else Snapshots(plan.num_snapshots),
+        ),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_decode_steps=config.scheduler.num_decode_steps,
+    )
+
+
+def allowed_tokens(design: Design, tokenizer: Tokenizer) -> Allowed:
+    """Which tokens the model may sample."""
+    suppressed = read_generation_config(design.hf_config.folder).suppressed_ids
+    return Allowed(min(tokenizer.vocab_size, design.model.vocab_size), suppressed)
+
+
+def _weights(config: EngineConfig, design: Design, on_phase: Phase, compilation: Compilation | None) -> Any:
+    """The weights on the devices. What is compiled meanwhile and fails ends this."""
+    on_phase("weights", 0.0)
+    placement = design.placement
+    if config.model.load_format == "dummy":
+        return random_init(placement.specs, placement.mesh, placement.rules, config.model.seed)
+
+    def progress(name: str, share: float) -> None:
+        if compilation is not None and compilation.failure is not None:
+            raise compilation.failure
+        on_phase(name, share)
+
+    return _load(design, progress)
 
 
 def _load(design: Design, on_phase: Phase) -> Any:
@@ -177,7 +215,8 @@ def _load(design: Design, on_phase: Phase) -> Any:
     return params
 
 
-def _tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer:
+    """The model's, or the one that --tokenizer names."""
     if config.model.tokenizer is None:
         return Tokenizer.load(folder)
     is_local = Path(config.model.tokenizer).expanduser().is_dir()  # --revision is then the model's alone
@@ -219,7 +258,7 @@ def _check_defaults(origin: str, values: Mapping[str, Any]) -> None:
 
 
 def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any) -> None:
-    count, name = placement.mesh.size, placement.chip.name
+    count, name, ranks = placement.mesh.size, placement.chip.name, plan.num_ranks
     logger.info(
         "%s: %.1fM parameters, %.3f GiB of weights in %s on %s",
         info.architecture, info.num_params / 1e6, placement.param_bytes / GIB, dtype.name,
@@ -231,15 +270,24 @@ def _report(info: ModelInfo, plan: EnginePlan, placement: Placement, dtype: Any)
     cache_bytes = sum(pages * layout.page_bytes(plan.page_size, window) for pages, window in sizes)
     logger.info(
         "KV cache size: %d tokens in pages of %d (%.3f GiB%s). Maximum concurrency for %d tokens per request: %.1fx",
-        cache_tokens, plan.page_size, cache_bytes / GIB, "" if count == 1 else " on each device", plan.max_model_len,
-        plan.concurrency(layout.windows),
+        ranks * cache_tokens, plan.page_size, cache_bytes / GIB, "" if count == 1 else " on each device",
+        plan.max_model_len, ranks * plan.concurrency(layout.windows),
     )  # fmt: skip
+    if ranks > 1:
+        logger.info(
+            "Data parallel: %d ranks of %d devices, each with %d of these tokens, %d sequences and %d tokens in a step",
+            ranks, count // ranks, cache_tokens, plan.max_num_seqs, plan.max_num_batched_tokens,
+        )  # fmt: skip
+    of_each = " on each rank" if ranks > 1 else ""
     for pages, window in sizes:
         if window is not None:
-            logger.info("Layers that see %d tokens: %d pages, given back behind the window", window, pages - 1)
+            logger.info(
+                "Layers that see %d tokens: %d pages%s, given back behind the window", window, pages - 1, of_each
+            )
     if plan.num_snapshots is not None:
         rows = num_slots(plan.max_num_seqs) + plan.num_snapshots
         logger.info(
-            "Recurrent state: %.3f MiB a sequence, %.3f GiB for %d slots and %d snapshots of the prefix cache",
+            "Recurrent state: %.3f MiB a sequence, %.3f GiB for %d slots and %d snapshots of the prefix cache%s",
             layout.state_bytes / 2**20, rows * layout.state_bytes / GIB, rows - plan.num_snapshots, plan.num_snapshots,
+            of_each,
         )  # fmt: skip

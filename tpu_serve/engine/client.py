@@ -66,6 +66,7 @@ class EngineClient:
         self._wake = threading.Condition()
         self._closing = False
         self._live: set[str] = set()
+        core.on_news = self._notify
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -129,6 +130,10 @@ class EngineClient:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _run(self) -> None:
         try:

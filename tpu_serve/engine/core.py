@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tpu_serve.request import FinishReason, Request, TokenOutput
-from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.data_parallel import AnyScheduler
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 
@@ -32,13 +32,21 @@ class EngineCore:
     """Requests in, tokens out. Knows neither text nor arrays.
 
     Attributes:
-      num_steps: steps launched.
+      num_steps: steps launched; a launch may hold several.
       busy_seconds: time spent in `step`.
       on_step: called, in the thread of `step`, with a step that has been committed and the seconds of the call of `step` that did it.
+      on_news: called in any thread when `has_work` may have become true without `add`.
+
+    Args:
+      largest_step: called before each step is planned, for the most tokens that it may have (of one data rank), which never fall; any number
+        when left out.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner):
-        self.scheduler, self.runner = scheduler, runner
+    def __init__(self, scheduler: AnyScheduler, runner: Runner, largest_step: Callable[[], int] | None = None):
+        self.scheduler, self.runner, self._largest_step = scheduler, runner, largest_step
+        self._failure: Exception | None = None
+        self._is_news = False
+        self.on_news: Callable[[], None] = lambda: None
         self._launched: tuple[SchedulerOutput, Any] | None = None
         self.num_steps = 0
         self.busy_seconds = 0.0
@@ -47,7 +55,17 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self._launched is not None or self.scheduler.has_work
+        return self._launched is not None or self.scheduler.has_work or self._failure is not None or self._is_news
+
+    def fail(self, error: Exception) -> None:
+        """Makes the next call of `step` raise this, and each after it. Any thread may call it."""
+        self._failure = self._failure or error
+        self.on_news()
+
+    def look_again(self) -> None:
+        """Makes `has_work` true until the next step has asked how large it may be. Any thread may call it."""
+        self._is_news = True
+        self.on_news()
 
     def add(self, request: Request) -> None:
         """Queues a request; see `Scheduler.add` for the errors."""
@@ -74,6 +92,11 @@ class EngineCore:
         otherwise. After an exception only `reset` may follow.
         """
         started = time.perf_counter()
+        self._is_news = False
+        if self._failure is not None:
+            raise self._failure
+        if self._largest_step is not None:
+            self.scheduler.limit_step(self._largest_step())
         previous, outputs, is_committed = self._launched, [], False
         if previous is not None and self.scheduler.needs_last_tokens:
             outputs, is_committed = self.scheduler.commit(previous[0], self.runner.collect(previous[1])), True
@@ -81,7 +104,7 @@ class EngineCore:
         self._launched = None if planned is None else (planned, self.runner.launch(planned))
         if previous is not None and not is_committed:
             outputs = self.scheduler.commit(previous[0], self.runner.collect(previous[1]))
-        self.num_steps += planned is not None
+        self.num_steps += 0 if planned is None else planned.num_steps
         seconds = time.perf_counter() - started
         self.busy_seconds += seconds
         if previous is not None:

@@ -31,7 +31,7 @@ def describe_devices(engine: Engine) -> list[dict[str, Any]]:
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """Sizes that the engine runs with, whether they were asked for or computed."""
+    """Sizes that the engine runs with, whether they were asked for or computed; those of data-parallel ranks together."""
     scheduler, info = engine.core.scheduler, engine.info
     return {
         "model": info.name,
@@ -40,11 +40,14 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "data_parallel_size": engine.config.parallel.data_parallel_size,
         "max_num_queued_reqs": info.max_num_queued,
         "enable_prefix_caching": scheduler.enable_prefix_caching,
         "page_size": scheduler.cache.page_size,
         "kv_pools": [{"num_pages": pool.num_pages, "window": pool.window} for pool in scheduler.cache.pools],
         "num_programs": engine.core.runner.compile_count,
+        "token_buckets": list(engine.buckets),
+        "programs": dict(zip(("ready", "all"), engine.programs(), strict=True)),
         "moe_plans": [
             {"path": path, "source": source, "num_buckets": count}
             for (path, source), count in sorted(engine.moe_plans.items())

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from tpu_serve.config import ConfigError, EngineConfig
 from tpu_serve.device.chip import Chip
 from tpu_serve.device.params import iterate
 from tpu_serve.engine.placement import Placement
-from tpu_serve.engine.plan import EnginePlan, make_plan
+from tpu_serve.engine.plan import EnginePlan, StepBytesOf, make_plan
 from tpu_serve.engine.quantisation import ExpertFormat, choose_format
+from tpu_serve.engine.step_memory import StepFormula
 from tpu_serve.hf_config import HFConfig, read_config
 from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.layers.moe.backends import choose_backend
@@ -67,8 +68,24 @@ class Design:
         )
         return (*self.model.ignored_weights, *(f"*.layers.{layer}.*" for layer in range(kept, whole)))
 
-    def plan(self, config: EngineConfig) -> EnginePlan:
+    @cached_property
+    def step_formula(self) -> StepFormula:
+        """What steps take, calculated."""
+        return StepFormula(self.placement, self.experts, self.dtype)
+
+    def step_bytes(self, config: EngineConfig) -> StepBytesOf:
+        """`step_formula` for some options."""
+        return partial(
+            self.step_formula,
+            attention_backend=config.attention.attention_backend,
+            num_decode_steps=config.scheduler.num_decode_steps,
+        )
+
+    def plan(self, config: EngineConfig, step_bytes: StepBytesOf | None = None) -> EnginePlan:
         """Sizes, for the options of this design or others that differ in sizes only.
+
+        Args:
+          step_bytes: what steps take; calculated when left out.
 
         Raises:
           ConfigError: see `make_plan`.
@@ -81,6 +98,7 @@ class Design:
             self.param_bytes,
             placement.cache_on_one_device,
             placement.chip,
+            step_bytes or self.step_bytes(config),
         )
 
 
@@ -102,7 +120,10 @@ def design_engine(config: EngineConfig, hf_config: HFConfig, chip: Chip, mesh: M
         _check_dense(config, hf_config)
     elif format.name is not None:
         specs = quantised(specs, FORMATS[format.name])
-    placement = Placement.on_mesh(chip, mesh, specs, model.cache_layout(dtype).stored_as(config.cache.stored_type))
+    layout = model.cache_layout(dtype).stored_as(config.cache.stored_type)
+    if config.attention.attention_backend == "kernel":
+        layout = layout.for_kernel()
+    placement = Placement.on_mesh(chip, mesh, specs, layout)
     if model.moe is None:
         return Design(hf_config, model, dtype, format, placement, None)
     rows = rows_of(placement.chip.name, config.moe.tuning_folders)

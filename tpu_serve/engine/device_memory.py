@@ -31,6 +31,8 @@ class DeviceMemory:
             "kv_cache": sum(count * layout.page_bytes(plan.page_size, window) for count, window in pages),
             "recurrent_state": num_rows * layout.state_bytes,
             "sampler": plan.sampler_bytes,
+            "temporaries": plan.temporary_bytes,
+            "programs": plan.code_bytes,
         }
 
     def __call__(self) -> dict[str, int]:

@@ -25,6 +25,8 @@ class Engine:
       buckets: token counts that have a program, in rising order.
       memory_bytes: of each device, by what it is for.
       compile_costs: programs of this process that came from the compile cache, and seconds that compiling took.
+      num_recompiled: programs that were compiled in this process since the engine was ready and that it did not expect.
+      programs: how many of its programs are compiled, and how many there are.
     """
 
     config: EngineConfig
@@ -36,3 +38,5 @@ class Engine:
     buckets: tuple[int, ...] = ()
     memory_bytes: Callable[[], Mapping[str, int]] = dict
     compile_costs: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+    num_recompiled: Callable[[], int] = lambda: 0
+    programs: Callable[[], tuple[int, int]] = lambda: (0, 0)

@@ -26,7 +26,8 @@ class Observer(Protocol):
     def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None: ...
 
     def step(self, num_tokens: int) -> None:
-        """One step's outputs have been told: it brought so many tokens, those of prompts with the first token of their answer."""
+        """One step's outputs have been told: it brought so many tokens, those of prompts with the first token of their answer. Called once for
+        each step of a launch."""
 
     def finished(self, choice: Choice, reason: FinishReason, since_arrival: float) -> None:
         """Called once for every choice that was started; `choice.timing` is complete, or None when the engine told nothing of it."""
@@ -238,7 +239,7 @@ class Frontend:
         self.client.close()
 
     def _dispatch(self, outputs: list[TokenOutput]) -> None:
-        now, num_tokens = time.monotonic(), 0
+        now, num_tokens = time.monotonic(), [0]  # of each step of the launch
         for output in outputs:
             if output.request_id not in self._live:
                 continue  # aborted here while the step ran
@@ -246,12 +247,14 @@ class Frontend:
             delta = choice.feed(output)
             if output.timing is not None:
                 choice.timing = output.timing
-            num_tokens += len(delta.token_ids)
+            num_tokens += [0] * (len(delta.token_ids) - len(num_tokens))
+            for index in range(len(delta.token_ids)):
+                num_tokens[index] += 1
             if delta.token_ids:
                 previous = self._last_token.get(output.request_id)
                 self._last_token[output.request_id] = now
                 if previous is None:
-                    num_tokens += len(choice.request.prompt_token_ids)
+                    num_tokens[0] += len(choice.request.prompt_token_ids)
                     self._admission.left_queue()
                 if self._observer is not None and previous is None:
                     self._observer.first_token(choice, len(delta.token_ids), now - arrival)
@@ -262,8 +265,9 @@ class Frontend:
                     self.client.abort(output.request_id, FinishReason.STOP)
                 self._end(choice, delta.finish_reason)
             generation._deltas.put_nowait(delta)
-        if self._observer is not None and num_tokens:
-            self._observer.step(num_tokens)
+        if self._observer is not None:
+            for count in filter(None, num_tokens):
+                self._observer.step(count)
 
     def _end(self, choice: Choice, reason: FinishReason) -> None:
         generation, _, arrival = self._live.pop(choice.request.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from tpu_serve.config import ConfigError, EngineConfig
@@ -30,16 +31,18 @@ class Demand:
       page_size: tokens of a page.
       max_num_seqs: sequences in a step.
       max_num_batched_tokens: tokens in a step.
+      num_decode_steps: tokens that one launch computes of a sequence that decodes.
     """
 
     max_model_len: int
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_decode_steps: int = 1
 
     def one_sequence(self, window: int | None, decoding: bool = False) -> int:
         """Pages that the longest sequence holds at most, or while it is decoded."""
-        most_at_once = 1 if decoding else self.max_num_batched_tokens
+        most_at_once = self.num_decode_steps if decoding else max(self.num_decode_steps, self.max_num_batched_tokens)
         return most_pages(self.max_model_len, most_at_once, self.page_size, window)
 
     def useful(self, window: int | None) -> int:
@@ -53,16 +56,57 @@ class Demand:
         return min(all_alike, self.max_num_seqs * decoding + chunks) + 1
 
 
+CALCULATED, COMPILED = "calculated", "compiled"
+"""Where figures of a step come from: sizes alone, or the compiler's own account of its program."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What steps take on a device beside their arguments.
+
+    Attributes:
+      temporary_bytes: what the most demanding step keeps while it runs, whatever the caches' size.
+      per_cache_byte: the same for each byte of the caches, of a step that copies parts of them.
+      code_bytes: of all programs.
+      origin: `CALCULATED` or `COMPILED`.
+    """
+
+    temporary_bytes: int = 0
+    per_cache_byte: float = 0.0
+    code_bytes: int = 0
+    origin: str = CALCULATED
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.temporary_bytes + self.code_bytes
+
+    def temporaries(self, cache_bytes: int) -> int:
+        """Of a step on caches of this size, rounded up."""
+        return self.temporary_bytes + math.ceil(self.per_cache_byte * cache_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Pages for each window, and rows for snapshots of recurrent state (None without such state)."""
+    """Pages for each window, rows for snapshots of recurrent state (None without such state), and what all of it takes on a device."""
 
     num_pages: tuple[int, ...]
     num_snapshots: int | None
+    num_bytes: int
+
+
+def usable_bytes(config: EngineConfig, chip: Chip) -> int:
+    """What an engine may take of a device's memory."""
+    return int(chip.memory_bytes * config.cache.device_memory_utilization)
 
 
 def share_memory(
-    config: EngineConfig, layout: CacheLayout, chip: Chip, param_bytes: int, sampler_bytes: int, demand: Demand
+    config: EngineConfig,
+    layout: CacheLayout,
+    chip: Chip,
+    param_bytes: int,
+    sampler_bytes: int,
+    demand: Demand,
+    step: StepBytes = StepBytes(),
 ) -> CacheSizes:
     """Decides the sizes.
 
@@ -71,12 +115,13 @@ def share_memory(
       chip: each of the devices.
       param_bytes: weights on each device.
       sampler_bytes: what the sampler keeps of all sequences, on each device.
+      step: what steps take besides.
 
     Raises:
       ConfigError: something does not fit; the message has the number and the flag.
     """
     cache = config.cache
-    usable = int(chip.memory_bytes * cache.device_memory_utilization)
+    usable = usable_bytes(config, chip)
     if param_bytes > usable:
         raise ConfigError(
             f"The weights need {param_bytes / GIB:.2f} GiB on each device; it has {chip.memory_bytes / GIB:.2f} GiB, of which "
@@ -89,6 +134,17 @@ def share_memory(
             f"need {sampler_bytes / GIB:.2f} GiB on each device; beside the weights {(usable - param_bytes) / GIB:.2f} GiB are free. "
             f"Lower --max-num-seqs.{_more_devices(chip)}"
         )
+    beside = "the weights"
+    if step.fixed_bytes:
+        if step.fixed_bytes > free:
+            raise ConfigError(
+                f"Steps of {demand.max_num_batched_tokens} tokens need {step.temporary_bytes / GIB:.2f} GiB of temporary arrays and their programs "
+                f"{step.code_bytes / GIB:.2f} GiB on each device ({step.origin}); beside the weights {free / GIB:.2f} GiB are free. "
+                f"Lower --max-num-batched-tokens, or raise --device-memory-utilization.{_more_devices(chip)}"
+            )
+        free -= step.fixed_bytes
+        beside = f"the weights and {step.fixed_bytes / GIB:.2f} GiB of steps ({step.origin})"
+    free = int(free / (1 + step.per_cache_byte))  # the caches, with their copies, take what is left
     if cache.kv_cache_memory_bytes:
         room, origin = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     else:
@@ -102,7 +158,7 @@ def share_memory(
     total = sum(count * size for count, size in zip(num_pages, page_bytes, strict=True)) + state_bytes
     if total > free:
         raise ConfigError(
-            f"A KV cache of {num_pages[0]} pages needs {total / GIB:.2f} GiB ({origin}); beside the weights "
+            f"A KV cache of {num_pages[0]} pages needs {total / GIB:.2f} GiB ({origin}); beside {beside} "
             f"{free / GIB:.2f} GiB are free. Lower it, or raise --device-memory-utilization.{_more_devices(chip)}"
         )
     for count, size, window in zip(num_pages, page_bytes, layout.windows, strict=True):
@@ -115,7 +171,7 @@ def share_memory(
                 f"One sequence of --max-model-len {demand.max_model_len} tokens needs {needed} pages of {demand.page_size} tokens and one "
                 f"for padding ({(needed + 1) * size / GIB:.3f} GiB){seeing}; {origin} gives {max(0, count)}. {advice}."
             )
-    return CacheSizes(num_pages, num_snapshots)
+    return CacheSizes(num_pages, num_snapshots, total)
 
 
 def _pages(config: EngineConfig, layout: CacheLayout, demand: Demand, room: int) -> tuple[int, ...]:

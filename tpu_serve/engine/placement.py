@@ -13,10 +13,16 @@ from jax.sharding import Mesh
 
 from tpu_serve.device.chip import Chip, chip_of
 from tpu_serve.device.kv_cache import CacheLayout
-from tpu_serve.device.mesh import DEFAULT_RULES, AxisRules, make_mesh, rules_that_divide
-from tpu_serve.device.params import iterate, num_bytes_per_device, padded
+from tpu_serve.device.mesh import DEFAULT_RULES, AxisRules, make_mesh, num_shares, rules_that_divide
+from tpu_serve.device.params import iterate, num_bytes_per_device, padded, repeated
 
 logger = logging.getLogger(__name__)
+
+FILLED = ("experts", "vocab", "mlp")
+"""Logical axes that are filled up with what nobody asks for or what adds nothing, until the devices divide them."""
+REPEATED = {"kv_heads": "heads", "linear_key_heads": "linear_heads"}
+"""Logical axes whose units are read by those of another, each by equally many. If the devices divide the readers, then each holds what its own
+read, the same as some other device perhaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,8 @@ class Placement:
       chip: one of the devices, with the memory that is its own.
       mesh: the devices.
       rules: which logical axes are split over them.
-      specs: of the weights, with as many experts as the devices can share out evenly.
-      cache_layout: of the KV cache over all devices.
+      specs: of the weights, filled up and repeated as the devices need it.
+      cache_layout: of the KV cache over all devices of a data rank, repeated likewise.
     """
 
     chip: Chip
@@ -48,9 +54,9 @@ class Placement:
 
     @classmethod
     def on_mesh(cls, chip: Chip, mesh: Mesh, specs: Any, cache_layout: CacheLayout) -> Placement:
-        """Splits what the devices divide evenly and copies the rest to each of them, which the log says.
+        """Shares out what the devices can have equally much of, and copies the rest to each of them, which the log says.
 
-        Experts are always split: without a token that goes to them, as many as are missing are put behind the model's own.
+        What is missing of `FILLED` axes is put behind the model's own, and what `REPEATED` axes have too few of is there several times.
 
         Args:
           chip: each of the devices, as if it were alone.
@@ -60,11 +66,20 @@ class Placement:
         """
         if not chip.is_tpu:  # simulated devices share the host's memory
             chip = dataclasses.replace(chip, memory_bytes=chip.memory_bytes // mesh.size)
-        specs = padded(specs, "experts", mesh.size)
-        # A projection's columns are heads times their size; what must stay whole is a KV head with the query heads that read it.
-        heads = [(axis, count) for count in cache_layout.kv_head_counts for axis in ("heads", "kv_heads")]
-        sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.shape, strict=True)]
-        rules = rules_that_divide(mesh, DEFAULT_RULES, [*heads, *sizes])
+        for axis in FILLED:
+            specs = padded(specs, axis, num_shares(mesh, DEFAULT_RULES[axis]))
+        sizes = [pair for _, spec in iterate(specs) for pair in zip(spec.axes, spec.num_units, strict=True)]
+        rules = rules_that_divide(mesh, DEFAULT_RULES, [pair for pair in sizes if pair[0] not in REPEATED])
+        rules = {axis: name for axis, name in rules.items() if REPEATED.get(axis, axis) in rules}
+        for axis in filter(rules.__contains__, REPEATED):
+            before, shares = specs, num_shares(mesh, rules[axis])
+            specs, cache_layout = repeated(specs, axis, shares), cache_layout.repeated(axis, shares)
+            if specs != before:
+                logger.info(
+                    "Some %s lie on several of the %d devices, with those that read them: there are too few",
+                    axis,
+                    shares,
+                )
         if copied := [axis for axis in DEFAULT_RULES if axis not in rules]:
             logger.info(
                 "Every one of the %d devices holds all of these, which cannot be shared out evenly: %s",

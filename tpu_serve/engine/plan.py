@@ -11,7 +11,7 @@ from tpu_serve.config.engine import LONGEST_THAT_FITS
 from tpu_serve.device.chip import Chip
 from tpu_serve.device.kv_cache import CacheLayout
 from tpu_serve.device.sampler_state import num_bytes
-from tpu_serve.engine.memory import CacheSizes, Demand, share_memory
+from tpu_serve.engine.memory import CALCULATED, CacheSizes, Demand, StepBytes, share_memory
 from tpu_serve.runner.buckets import token_buckets
 from tpu_serve.runner.pack import PackLayout
 from tpu_serve.scheduler.scheduler import num_slots
@@ -29,6 +29,11 @@ class EnginePlan:
       num_pages: for each window of the model's attention layers, see `CacheLayout.windows`.
       num_snapshots: of recurrent state for the prefix cache; None for a model without such state.
       sampler_bytes: what the sampler keeps of all sequences, on each device.
+      cache_bytes: pages and recurrent state on each device.
+      temporary_bytes: what the most demanding step keeps on each device while it runs, beside its arguments.
+      code_bytes: of all programs.
+      figures: where the last two come from, "calculated" or "compiled".
+      num_ranks: data ranks, each of which has so many pages, snapshots, sequences and tokens of a step.
     """
 
     max_model_len: int
@@ -40,6 +45,16 @@ class EnginePlan:
     max_num_queued: int
     sampler_bytes: int
     buckets: tuple[int, ...]
+    cache_bytes: int = 0
+    temporary_bytes: int = 0
+    code_bytes: int = 0
+    figures: str = CALCULATED
+    num_ranks: int = 1
+
+    @property
+    def expert_tokens(self) -> tuple[int, ...]:
+        """Tokens that the experts get in a step of each bucket: those of all data ranks."""
+        return tuple(self.num_ranks * size for size in self.buckets)
 
     @property
     def demand(self) -> Demand:
@@ -99,7 +114,8 @@ def demand_of(config: EngineConfig, model_max_len: int, chip: Chip) -> Demand:
         raise ConfigError(
             f"--max-num-seqs {max_num_seqs} is more than --max-num-batched-tokens {budget}: each running sequence needs one token of a step."
         )
-    return Demand(max_model_len, config.cache.page_size or chip.page_size, max_num_seqs, budget)
+    page_size = config.cache.page_size or chip.page_size
+    return Demand(max_model_len, page_size, max_num_seqs, budget, options.num_decode_steps)
 
 
 def _longest_that_fits(demand: Demand, share: Callable[[Demand], CacheSizes]) -> Demand:
@@ -132,8 +148,22 @@ def _longest_that_fits(demand: Demand, share: Callable[[Demand], CacheSizes]) ->
     return dataclasses.replace(demand, max_model_len=low * demand.page_size)
 
 
+StepBytesOf = Callable[[Demand, Sequence[int]], StepBytes]
+"""What steps take, of what caches are for and the token buckets."""
+
+
+def _nothing(demand: Demand, buckets: Sequence[int]) -> StepBytes:
+    return StepBytes()
+
+
 def make_plan(
-    config: EngineConfig, model_max_len: int, vocab_size: int, param_bytes: int, layout: CacheLayout, chip: Chip
+    config: EngineConfig,
+    model_max_len: int,
+    vocab_size: int,
+    param_bytes: int,
+    layout: CacheLayout,
+    chip: Chip,
+    step_bytes: StepBytesOf = _nothing,
 ) -> EnginePlan:
     """Decides the sizes.
 
@@ -144,20 +174,25 @@ def make_plan(
       param_bytes: weights on each device.
       layout: of what each device holds of the KV cache.
       chip: each of the devices.
+      step_bytes: what steps take besides.
 
     Raises:
       ConfigError: something does not fit; the message has the number and the flag.
     """
     demand = demand_of(config, model_max_len, chip)
+    small = not chip.is_tpu and param_bytes < SMALL_MODEL_BYTES
+    growth = SMALL_MODEL_GROWTH if small else chip.bucket_growth
+    buckets = token_buckets(demand.max_num_batched_tokens, growth, config.compile.token_buckets)
     sampler_bytes = num_bytes(num_slots(demand.max_num_seqs), vocab_size)
+    num_ranks = config.parallel.data_parallel_size
 
     def share(demand: Demand) -> CacheSizes:
-        return share_memory(config, layout, chip, param_bytes, sampler_bytes, demand)
+        return share_memory(config, layout, chip, param_bytes, sampler_bytes, demand, step_bytes(demand, buckets))
 
     if config.model.max_model_len == LONGEST_THAT_FITS:
         demand = _longest_that_fits(demand, share)
     sizes = share(demand)
-    small = not chip.is_tpu and param_bytes < SMALL_MODEL_BYTES
+    step = step_bytes(demand, buckets)
     return EnginePlan(
         max_model_len=demand.max_model_len,
         page_size=demand.page_size,
@@ -165,11 +200,12 @@ def make_plan(
         num_snapshots=sizes.num_snapshots,
         max_num_seqs=demand.max_num_seqs,
         max_num_batched_tokens=demand.max_num_batched_tokens,
-        max_num_queued=config.scheduler.max_num_queued_reqs or QUEUE_PER_SEQUENCE * demand.max_num_seqs,
+        max_num_queued=config.scheduler.max_num_queued_reqs or QUEUE_PER_SEQUENCE * demand.max_num_seqs * num_ranks,
         sampler_bytes=sampler_bytes,
-        buckets=token_buckets(
-            demand.max_num_batched_tokens,
-            SMALL_MODEL_GROWTH if small else chip.bucket_growth,
-            config.compile.token_buckets,
-        ),
+        buckets=buckets,
+        cache_bytes=sizes.num_bytes,
+        temporary_bytes=step.temporaries(sizes.num_bytes),
+        code_bytes=step.code_bytes,
+        figures=step.origin,
+        num_ranks=num_ranks,
     )

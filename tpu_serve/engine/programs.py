@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_serve.config import EngineConfig
-from tpu_serve.device.mesh import replicated
+from tpu_serve.device.mesh import by_rank, num_data_ranks
 from tpu_serve.device.params import abstract
 from tpu_serve.device.sampler_state import SamplerState
 from tpu_serve.engine.design import Design
@@ -35,19 +35,20 @@ def make_programs(
     function = StepFunction(
         design.model,
         experts or design.experts or _no_experts,
-        MeshAttention(mesh, rules, placement.chip),
+        MeshAttention(mesh, rules, placement.chip, config.attention.attention_backend),
         layout.windows,
         allowed,
         config.sampling.logprobs_mode,
     )
-    everywhere = replicated(mesh)
+    first, ranks = by_rank(mesh), num_data_ranks(mesh)
     state = DeviceState(
         layout.abstract(plan.num_pages, plan.page_size, slots + (plan.num_snapshots or 0), mesh, rules),
-        _shape(jax.ShapeDtypeStruct((slots,), jnp.int32, sharding=everywhere)),
-        SamplerState.abstract(slots, design.model.vocab_size, everywhere),
+        _shape(jax.ShapeDtypeStruct((ranks * slots,), jnp.int32, sharding=first)),
+        SamplerState.abstract(ranks * slots, design.model.vocab_size, first),
     )
     layouts = plan.layouts(slots, pages_per_block(plan.page_size))
-    return Programs(function, layouts, abstract(placement.specs, mesh, rules), state)
+    params = abstract(placement.specs, mesh, rules)
+    return Programs(function, layouts, params, state, config.scheduler.num_decode_steps)
 
 
 def _shape(shape: jax.ShapeDtypeStruct) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.config.engine import MESH_AXES
 from tpu_serve.device.chip import slice_sizes
 from tpu_serve.engine.design import Design
 
@@ -16,9 +17,6 @@ Designer = Callable[[EngineConfig], Design]
 GIVEN_SIZES = ("num_pages", "kv_cache_memory_bytes", "num_state_snapshots", "device_memory_utilization", "page_size")
 """Options that decide sizes, and without which something that fits is chosen where there is any."""
 
-
-LEAST = {"max_num_seqs": 1, "max_model_len": 2}
-"""Below these an option is refused."""
 
 HOST_DEVICES = 8
 """Hosts of TPUs rarely have more devices."""
@@ -30,11 +28,13 @@ class Remedy:
 
     Attributes:
       options: what to change; None means to leave the option out.
-      factor: by how much something becomes less, or more: sequences, tokens, bits of a value, devices. 1 for an option that is left out.
+      factor: by how much something becomes less, or more: sequences, their tokens or a step's, bits of a value, devices. 1 for an option that is left out.
+      num_devices: how many it takes, 0 for as many as before.
     """
 
     options: dict[str, Any]
     factor: float
+    num_devices: int = 0
 
     @property
     def flags(self) -> str:
@@ -47,7 +47,7 @@ class Remedy:
     @property
     def note(self) -> str:
         """What else it takes; empty for nothing."""
-        if self.options.get("tensor_parallel_size", 0) <= HOST_DEVICES:
+        if self.num_devices <= HOST_DEVICES:
             return ""
         return "all on one host: several hosts are not supported yet"
 
@@ -87,16 +87,22 @@ class _Search:
             design = self._try_design(change.options)
             if design is not None:
                 for other in (*self._fewer(change.options, design), *self._more_devices(change.options)):
-                    yield Remedy(other.options, change.factor * other.factor)
+                    yield Remedy(other.options, change.factor * other.factor, other.num_devices)
 
     def _fewer(self, options: dict[str, Any], design: Design) -> Iterator[Remedy]:
-        """Fewer sequences, or shorter ones: as many as fit."""
-        chip, limit = design.placement.chip, design.model.max_position
-        for name, now in (
-            ("max_num_seqs", self._config.scheduler.max_num_seqs or chip.max_num_seqs),
-            ("max_model_len", min(limit + 1, self._config.model.max_model_len or limit)),
+        """Fewer sequences, or shorter ones, or fewer tokens in a step: as many as fit."""
+        chip, limit, options_now = design.placement.chip, design.model.max_position, self._config.scheduler
+        for name, low, now in (
+            ("max_num_seqs", 1, options_now.max_num_seqs or chip.max_num_seqs),
+            ("max_model_len", 2, min(limit + 1, self._config.model.max_model_len or limit)),
+            # A step has a token for each sequence.
+            (
+                "max_num_batched_tokens",
+                options_now.max_num_seqs or 1,
+                options_now.max_num_batched_tokens or chip.max_num_batched_tokens,
+            ),
         ):
-            most = self._most(options, design, name, LEAST[name], now - 1)
+            most = self._most(options, design, name, low, now - 1)
             if most is not None:
                 yield Remedy({**options, name: most}, now / most)
 
@@ -126,12 +132,16 @@ class _Search:
             yield Remedy({"requantize": None}, 2)
 
     def _more_devices(self, options: dict[str, Any]) -> Iterator[Remedy]:
-        """The next slice that fits."""
-        chip, now = self._design.placement.chip, self._config.parallel.tensor_parallel_size
+        """The next slice that fits, with as many data ranks."""
+        chip, parallel = self._design.placement.chip, self._config.parallel
+        now, ranks = parallel.num_devices, parallel.data_parallel_size
         for size in slice_sizes(chip) if chip.is_tpu else ():
-            if size > now and self._fits(change := {**options, "tensor_parallel_size": size}):
-                yield Remedy(change, size / now)
-                return
+            if size > now and size % ranks == 0:
+                wider = size // ranks
+                change = {"mesh": f"data={ranks},model={wider}"} if parallel.mesh else {"tensor_parallel_size": wider}
+                if self._fits(change := {**options, **change}):
+                    yield Remedy(change, size / now, size)
+                    return
 
     def _fits(self, options: dict[str, Any], design: Design | None = None) -> bool:
         """Whether there is a plan.
@@ -159,4 +169,6 @@ class _Search:
 
     def _with(self, options: dict[str, Any]) -> EngineConfig:
         both = {**self._config.non_default(), **options}
+        if "mesh" in options:  # says itself what these say
+            both |= dict.fromkeys(MESH_AXES.values())
         return EngineConfig.from_options(**{name: value for name, value in both.items() if value is not None})

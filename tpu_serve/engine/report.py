@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ from tpu_serve.device.kv_cache import PagedCache
 from tpu_serve.device.mesh import DEFAULT_RULES
 from tpu_serve.device.params import ParamSpec, iterate, num_bytes_per_device
 from tpu_serve.engine.design import Design
+from tpu_serve.engine.limits import check_limits
 from tpu_serve.engine.memory import Demand
 from tpu_serve.engine.placement import Placement
 from tpu_serve.engine.plan import EnginePlan, demand_of
+from tpu_serve.engine.sizing import first_plan, settled
 from tpu_serve.moe_plan.plan import MoEPlan
 from tpu_serve.scheduler.scheduler import num_slots
 
@@ -47,6 +49,7 @@ class WeightLine:
       count: how many there are.
       shape: over all devices, with padding.
       unpadded: what the model has of it.
+      repeats: how often what is repeated along one of its axes is there.
       dtype: of the values.
       format: of a quantised weight, whose scales are float32; None for a plain array.
       split: logical axes that are split over the devices.
@@ -58,6 +61,7 @@ class WeightLine:
     count: int
     shape: tuple[int, ...]
     unpadded: tuple[int, ...]
+    repeats: int
     dtype: str
     format: str | None
     split: tuple[str, ...]
@@ -92,6 +96,7 @@ def _line(path: str, spec: ParamSpec, placement: Placement) -> WeightLine:
         count=1,
         shape=spec.shape,
         unpadded=spec.given,
+        repeats=1 if spec.repeat is None else spec.repeat.times,
         dtype=np.dtype(values.dtype).name,
         format=None if spec.format is None else spec.format.name,
         split=tuple(axis for axis in axes if axis in placement.rules),
@@ -148,8 +153,8 @@ def cache_lines(placement: Placement, demand: Demand, plan: EnginePlan | None) -
         yield CacheLine(
             window=window,
             num_layers=sum(isinstance(one, PagedCache) and one.window == window for one in everywhere.layers),
-            token_bytes=everywhere.page_bytes(1, window),
-            token_bytes_on_device=here.page_bytes(1, window),
+            token_bytes=everywhere.page_bytes(demand.page_size, window) // demand.page_size,
+            token_bytes_on_device=here.page_bytes(demand.page_size, window) // demand.page_size,
             sequence_pages=pages,
             sequence_bytes_on_device=pages * here.page_bytes(demand.page_size, window),
             num_pages=None if plan is None else plan.num_pages[at],
@@ -187,14 +192,6 @@ def state_line(placement: Placement, demand: Demand, plan: EnginePlan | None) ->
         num_slots=num_slots(demand.max_num_seqs),
         num_snapshots=None if plan is None else plan.num_snapshots,
     )
-
-
-def cache_bytes(placement: Placement, plan: EnginePlan) -> int:
-    """Pages and recurrent state on each device."""
-    layout = placement.cache_on_one_device
-    pages = zip(plan.num_pages, layout.windows, strict=True)
-    rows = num_slots(plan.max_num_seqs) + (plan.num_snapshots or 0)
-    return sum(count * layout.page_bytes(plan.page_size, window) for count, window in pages) + rows * layout.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +237,11 @@ class Report:
     problem: str
 
     @classmethod
-    def of(cls, config: EngineConfig, design: Design) -> Report:
+    def of(cls, config: EngineConfig, design: Design, largest: Callable[[EnginePlan], Any] | None = None) -> Report:
         """Makes all plans that a server makes at its start.
+
+        Args:
+          largest: compiles the largest step of a plan; without it all figures are calculated.
 
         Raises:
           ConfigError: experts cannot run as the options ask.
@@ -249,12 +249,20 @@ class Report:
         demand, plan, problem = None, None, ""
         try:
             demand = demand_of(config, design.model.max_position, design.placement.chip)
-            plan = design.plan(config)
+            plan = design.plan(config) if largest is None else first_plan(config, design)
             demand = plan.demand  # of --max-model-len auto only the plan knows
         except ConfigError as error:
             problem = str(error)
         if plan is not None and design.experts is not None:
-            design.experts.planner.prepare(plan.buckets, is_strict=config.moe.moe_strict_tables)
+            design.experts.planner.prepare(plan.expert_tokens, is_strict=config.moe.moe_strict_tables)
+        if plan is not None:
+            try:
+                check_limits(config, design, plan)
+                if largest is not None:
+                    plan = settled(config, design, plan, largest)
+                    demand = plan.demand
+            except ConfigError as error:
+                plan, problem = None, str(error)
         return cls(design, plan, demand, problem)
 
     @property
@@ -288,4 +296,4 @@ class Report:
     @property
     def cache_bytes(self) -> int | None:
         """Pages and recurrent state on each device."""
-        return None if self.plan is None else cache_bytes(self.design.placement, self.plan)
+        return None if self.plan is None else self.plan.cache_bytes

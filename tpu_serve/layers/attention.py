@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_serve.device.batch import Batch
+from tpu_serve.device.kv_cache import narrowed
 from tpu_serve.device.quantised import QuantisedArray
 
 QUERY_BLOCK = 32
@@ -22,8 +23,6 @@ KV_BLOCK = 128
 SHARING_PAYS = 16
 """With fewer queries in a block, a second way to read the keys costs more to compile than it saves."""
 MASKED = -1e30
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Largest magnitude of the types in which keys and values may be stored with a scale."""
 
 Cache = jax.Array | QuantisedArray
 
@@ -44,6 +43,7 @@ def paged_attention(
     window: int | None = None,
     table: int = 0,
     sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Causal attention of this step's tokens over what their sequences have cached.
 
@@ -52,19 +52,22 @@ def paged_attention(
     Args:
       q: [T, N, D].
       k, v: [T, K, D], of this step's tokens.
-      cache: [pages, page_size, 2 * K, D], keys at even heads; of q's type, or unsigned integers that hold its bits. Or 8-bit values, unsigned
-        for float8_e4m3fn, with scales f32[pages, page_size, 2 * K].
+      cache: of q's type, or unsigned integers that hold its bits; by token, [pages, page_size, 2 * K, D], or by head, [pages, K, page_size,
+        2 * D], see `CacheLayout`. Or 8-bit values, perhaps unsigned for float8_e4m3fn, with their scales.
       batch: which token belongs where.
       scale: factor on the scores.
       window: a token sees so many keys, its own included; None for all. Pages that lie wholly behind it are not read.
       table: which of the batch's page tables is that of this layer.
       sinks: [N], a score per head that takes its share of the softmax and gives nothing; never scaled.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap); None for none.
 
     Returns:
       [T, N, D], zero at padding rows, and the cache with the new keys and values.
     """
-    _, page_size, num_heads, head_dim = _values(cache).shape
-    cache = _write(cache, jnp.stack([k, v], axis=2).reshape(len(k), num_heads, head_dim), batch.kv_index[table])
+    _, num_kv_heads, head_dim = k.shape
+    num_heads, by_head = 2 * num_kv_heads, is_by_head(cache, k)
+    page_size = _values(cache).shape[2 if by_head else 1]
+    cache = _write(cache, jnp.stack([k, v], axis=2), batch.kv_index[table], by_head)
     size = min(QUERY_BLOCK, len(q))
     step = pages_per_block(page_size)
     width = step * page_size
@@ -95,10 +98,10 @@ def paged_attention(
                 else:  # every query reads on from its own first block; one that has no more reads what it does not see
                     at = jnp.minimum((first[:, None] + i) * step + jnp.arange(step), pages_of.shape[1] - 1)
                     pages = jnp.take_along_axis(pages_of, at, axis=1)
-                kv = _read(cache, pages, q.dtype)
+                kv = _read(cache, pages, q.dtype, head_dim, by_head)
                 return kv.reshape(*pages.shape[:-1], width, num_heads // 2, 2, head_dim)
 
-            return _online_softmax(block_q, seen, read, first, sinks)
+            return _online_softmax(block_q, seen, read, first, sinks, soft_cap)
 
         # Within one sequence (a prefill chunk) all queries share the keys; otherwise each query gathers its own.
         if size < SHARING_PAYS:
@@ -112,38 +115,55 @@ def paged_attention(
     return out.reshape(len(q), -1, head_dim)[: len(q) - tail], cache
 
 
+def is_by_head(cache: Cache, keys: jax.Array) -> bool:
+    """Which of the two ways pages lie in, see `CacheLayout`; of `keys` [T, K, D] the shape is looked at."""
+    return _values(cache).shape[-1] != keys.shape[-1]
+
+
 def _values(cache: Cache) -> jax.Array:
     return cache.values if isinstance(cache, QuantisedArray) else cache
 
 
-def _write(cache: Cache, both: jax.Array, index: jax.Array) -> Cache:
-    """The cache with `both` [T, 2 * K, D] at the flat places `index` [T]."""
+def _write(cache: Cache, both: jax.Array, index: jax.Array, by_head: bool) -> Cache:
+    """The cache with `both` [T, K, 2, D] at the flat places `index` [T]."""
     if not isinstance(cache, QuantisedArray):
-        return _put(cache, both, index)
-    stored = _stored_type(cache)
-    limit = LARGEST[stored.name]
-    wide = both.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1) / limit
-    wide *= jnp.where(scale > 0, 1 / scale, 0.0)[..., None]
-    narrow = jnp.round(wide) if stored.name == "int8" else jnp.clip(wide, -limit, limit)
-    return QuantisedArray(_put(cache.values, narrow.astype(stored), index), _put(cache.scale, scale, index))
+        return _put(cache, both, index, by_head)
+    narrow, scale = narrowed(both, _stored_type(cache).name)
+    values = _put(cache.values, narrow, index, by_head)
+    if not by_head:
+        return QuantisedArray(values, _put(cache.scale, scale, index, by_head))
+    page_size = cache.scale.shape[-1]
+    return QuantisedArray(values, cache.scale.at[index // page_size, :, :, index % page_size].set(scale))
 
 
-def _put(array: jax.Array, rows: jax.Array, index: jax.Array) -> jax.Array:
+def _put(array: jax.Array, rows: jax.Array, index: jax.Array, by_head: bool) -> jax.Array:
     if array.dtype != rows.dtype:
         rows = jax.lax.bitcast_convert_type(rows, array.dtype)
+    if by_head:
+        page_size = array.shape[2]
+        return array.at[index // page_size, :, index % page_size].set(rows.reshape(*rows.shape[:2], -1))
+    rows = rows.reshape(len(rows), *array.shape[2:])
     return array.reshape(-1, *array.shape[2:]).at[index].set(rows).reshape(array.shape)
 
 
-def _read(cache: Cache, pages: jax.Array, dtype: Any) -> jax.Array:
-    """Keys and values of pages in the type of the queries."""
+def _read(cache: Cache, pages: jax.Array, dtype: Any, head_dim: int, by_head: bool) -> jax.Array:
+    """Keys and values of pages [..., step] in the type of the queries: [..., step, page_size, 2 * K, D], or with K and 2 apart."""
+
+    def by_token(found: jax.Array) -> jax.Array:
+        if not by_head:
+            return found
+        split = found.reshape(*found.shape[:-1], 2, head_dim)
+        return jnp.swapaxes(split, -4, -3)
+
     if not isinstance(cache, QuantisedArray):
-        kv = cache[pages]
+        kv = by_token(cache[pages])
         return kv if kv.dtype == dtype else jax.lax.bitcast_convert_type(kv, dtype)
-    narrow = cache.values[pages]
+    narrow, scale = by_token(cache.values[pages]), cache.scale[pages]
+    if by_head:
+        scale = jnp.moveaxis(scale, -1, -3)
     stored = _stored_type(cache)
     narrow = narrow if narrow.dtype == stored else jax.lax.bitcast_convert_type(narrow, stored)
-    return (narrow.astype(jnp.float32) * cache.scale[pages][..., None]).astype(dtype)
+    return (narrow.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def _stored_type(cache: QuantisedArray) -> Any:
@@ -185,7 +205,12 @@ class Seen:
 
 
 def _online_softmax(
-    q: jax.Array, seen: Seen, read: Callable[[jax.Array], jax.Array], first: jax.Array, sinks: jax.Array | None
+    q: jax.Array,
+    seen: Seen,
+    read: Callable[[jax.Array], jax.Array],
+    first: jax.Array,
+    sinks: jax.Array | None,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Attention of q [Q, K, G, D] over keys read block by block: `read(i)` gives [width, K, 2, D], or [Q, width, K, 2, D]."""
 
@@ -195,6 +220,8 @@ def _online_softmax(
         letters = "wkd" if kv.ndim == 4 else "qwkd"
         keys, values = kv[..., 0, :], kv[..., 1, :]
         scores = jnp.einsum(f"qkgd,{letters}->kgqw", q, keys, preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         visible = seen.visible(first, i)
         if kv.ndim == 4:
             # Weight 0 does not silence a NaN in a value, and all queries share the values here: tokens that see a bad one get NaN through

@@ -21,12 +21,15 @@ def gated_attention_specs(
       ConfigError: as `attention_specs`.
     """
     return attention_specs(prefix, hidden, num_heads, num_kv_heads, head_dim, dtype) | {
-        "q_proj": linear_spec(f"{prefix}.q_proj", hidden, 2 * num_heads * head_dim, dtype, (None, "heads")),
+        "q_proj": linear_spec(
+            f"{prefix}.q_proj", hidden, 2 * num_heads * head_dim, dtype, (None, "heads"), unit=2 * head_dim
+        ),
         "q_norm": offset_norm_spec(f"{prefix}.q_norm", head_dim, dtype),
         "k_norm": offset_norm_spec(f"{prefix}.k_norm", head_dim, dtype),
     }
 
 
+@jax.named_scope("attention")
 def gated_attention(
     params: dict[str, jax.Array],
     x: jax.Array,

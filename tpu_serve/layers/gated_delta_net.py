@@ -21,7 +21,9 @@ from tpu_serve.layers.norm import rms_norm_wide
 from tpu_serve.layers.transformer import linear_spec
 
 HEADS = "linear_heads"
-"""Logical axis of key heads and value heads. A key head lies together with the Hv / Hk value heads that share it."""
+"""Logical axis of value heads."""
+KEY_HEADS = "linear_key_heads"
+"""Logical axis of key heads. Each lies together with value heads that share it, on every device that holds some of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,12 @@ class GatedDeltaNet:
     @property
     def cache(self) -> StateCache:
         """The last W - 1 inputs of each convolution, and a matrix for each value head."""
-        sizes = {"q": self.key_size, "k": self.key_size, "v": self.value_size}
+        keys, values = (self.key_size, KEY_HEADS, self.key_head_dim), (self.value_size, HEADS, self.value_head_dim)
+        reach = self.num_taps - 1
+        # Flat, see `convolution_on_pool`.
         tails = tuple(
-            (f"{name}_tail", StateArray((self.num_taps - 1, size), (None, HEADS))) for name, size in sizes.items()
+            (f"{name}_tail", StateArray((reach * size,), (axis,), unit=reach * unit))
+            for name, (size, axis, unit) in {"q": keys, "k": keys, "v": values}.items()
         )
         shape = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
         return StateCache((*tails, ("state", StateArray(shape, (HEADS, None, None), jnp.float32))))
@@ -90,6 +95,8 @@ class GatedDeltaNet:
         """
         keys, values = self.key_size, self.value_size
         sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": self.num_value_heads, "a": self.num_value_heads}
+        units = {name: (KEY_HEADS, self.key_head_dim) for name in "qk"}
+        units |= {name: (HEADS, self.value_head_dim) for name in "vz"} | {name: (HEADS, 1) for name in "ba"}
 
         def within(tensor: str, name: str, num_groups: int) -> Source:
             """The rows of projection `name` among those of all that are in `tensor`, of which there are so many groups."""
@@ -100,10 +107,10 @@ class GatedDeltaNet:
 
         def projection(name: str, by_head: str, plain: str) -> ParamSpec:
             sources = within(by_head, name, self.num_key_heads), within(plain, name, 1)
-            return ParamSpec((hidden, sizes[name]), dtype, (None, HEADS), sources, scale=hidden**-0.5)
+            axis, unit = units[name]
+            return ParamSpec((hidden, sizes[name]), dtype, (None, axis), sources, scale=hidden**-0.5, unit=unit)
 
         def taps(name: str, num_heads: int) -> ParamSpec:
-            # Heads have a dimension of their own, so that devices share them out whole or not at all.
             shape = (num_heads, sizes[name] // num_heads, self.num_taps)
             start, stop = _span([sizes[part] for part in "qkv"], "qkv".index(name))
             source = Source(
@@ -111,7 +118,7 @@ class GatedDeltaNet:
                 lambda arrays: arrays[0][start:stop].reshape(shape),
                 (2 * keys + values, 1, self.num_taps),
             )
-            return ParamSpec(shape, dtype, (HEADS, None, None), (source,), scale=self.num_taps**-0.5)
+            return ParamSpec(shape, dtype, (units[name][0], None, None), (source,), scale=self.num_taps**-0.5)
 
         def numbers(name: str, size: int, axis: str | None, scale: float | None) -> ParamSpec:
             source = Source((f"{prefix}.{name}",), shape=(size,))
@@ -127,9 +134,12 @@ class GatedDeltaNet:
             "decay_log": numbers("A_log", self.num_value_heads, HEADS, 0.5),
             "decay_bias": numbers("dt_bias", self.num_value_heads, HEADS, None),
             "norm": numbers("norm.weight", self.value_head_dim, None, None),
-            "out_proj": linear_spec(f"{prefix}.out_proj", values, hidden, dtype, (HEADS, None)),
+            "out_proj": linear_spec(
+                f"{prefix}.out_proj", values, hidden, dtype, (HEADS, None), unit=self.value_head_dim
+            ),
         }
 
+    @jax.named_scope("delta_net")
     def mix(
         self, params: dict[str, jax.Array], x: jax.Array, cache: dict[str, Any], mixing: Mixing
     ) -> tuple[jax.Array, dict[str, Any]]:
@@ -144,8 +154,8 @@ class GatedDeltaNet:
         new_cache: dict[str, Any] = {}
 
         def convolved(name: str, head_dim: int) -> jax.Array:
-            weight = params[f"{name}_conv"].reshape(-1, self.num_taps)
-            out, new_cache[f"{name}_tail"] = mixing.convolve(project(name), weight, cache[f"{name}_tail"])
+            tail, taps = f"{name}_tail", params[f"{name}_conv"]
+            out, new_cache[tail] = mixing.convolve(project(name), taps, cache[tail])
             return jax.nn.silu(out).reshape(len(x), -1, head_dim)
 
         q, k, v = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tpu_serve.config import ConfigError
 from tpu_serve.hf_config import HFConfig
 from tpu_serve.layers.layer_kinds import FULL, SLIDING, read_kinds
-from tpu_serve.layers.transformer import gated_mlp, project_logits
+from tpu_serve.layers.transformer import embed, gated_mlp, project_logits
 
 
 def refuse_unsupported(config: HFConfig, neutral: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ def layer_types(config: HFConfig, period: int) -> tuple[str, ...]:
 
 def scaled_embedding(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Rows [T, H] of the table [V, H] times the root of H, which is first rounded to the table's type: 53 for 2816 in bfloat16."""
-    return table[token_ids] * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
+    return embed(table, token_ids) * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
 
 
 def gelu_mlp(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ at run time; a row that asks for nothing keeps its logits bit for bit whatever i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,15 @@ def restrict(logits: jax.Array, num_valid: int, suppressed: tuple[int, ...] = ()
     return allowed.at[:, jnp.array(suppressed)].set(-jnp.inf, mode="drop") if suppressed else allowed
 
 
-def edit(logits: jax.Array, rows: SamplingRows, slots: jax.Array, masks: jax.Array, state: SamplerState) -> jax.Array:
+@jax.named_scope("logit_edits")
+def edit(
+    logits: jax.Array,
+    rows: SamplingRows,
+    slots: jax.Array,
+    masks: jax.Array,
+    state: SamplerState,
+    whole: Callable[[jax.Array], jax.Array] = lambda array: array,
+) -> jax.Array:
     """Logits as each row's request wants them.
 
     Args:
@@ -36,11 +45,12 @@ def edit(logits: jax.Array, rows: SamplingRows, slots: jax.Array, masks: jax.Arr
       slots: i32[S], rows of the state; out of range where nothing is sampled.
       masks: u32[S, ceil(V / 32)], bit i % 32 of word i // 32 says whether id i may be sampled; read if `rows.any_masks`.
       state: what was written for each slot.
+      whole: keeps an array [S, V] whole where the logits are split over devices.
     """
 
     def change(_: jax.Array, logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(rows.any_biases > 0, lambda: _bias(logits, rows, slots, state), lambda: logits)
-        logits = jax.lax.cond(rows.any_masks > 0, lambda: _mask(logits, masks), lambda: logits)
+        logits = jax.lax.cond(rows.any_masks > 0, lambda: _mask(logits, masks, whole), lambda: logits)
         return jax.lax.cond(
             rows.any_penalties > 0, lambda: _penalise(logits, rows, slots, state.counts), lambda: logits
         )
@@ -59,9 +69,11 @@ def _bias(logits: jax.Array, rows: SamplingRows, slots: jax.Array, state: Sample
     return logits.at[jnp.arange(len(ids))[:, None], ids].add(values, mode="drop")
 
 
-def _mask(logits: jax.Array, masks: jax.Array) -> jax.Array:
+def _mask(logits: jax.Array, masks: jax.Array, whole: Callable[[jax.Array], jax.Array]) -> jax.Array:
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & jnp.uint32(1)
-    return jnp.where(bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
+    # A device's share of the ids may begin within a word: devices that unpack only what they need would have to exchange words.
+    allowed = whole((bits > 0).reshape(len(masks), -1)[:, : logits.shape[1]])
+    return jnp.where(allowed, logits, -jnp.inf)
 
 
 def _penalise(logits: jax.Array, rows: SamplingRows, slots: jax.Array, counts: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ def num_reported(vocab_size: int) -> int:
     return min(MAX_LOGPROBS, vocab_size)
 
 
+@jax.named_scope("prompt_logprobs")
 def prompt_logprobs(
     project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, any_wanted: jax.Array, mode: str
 ) -> Logprobs:

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from tpu_serve.device.batch import Batch
 from tpu_serve.layers.attention_on_mesh import MeshAttention
-from tpu_serve.layers.convolution import convolve
-from tpu_serve.layers.delta_rule import delta_rule
+from tpu_serve.layers.recurrence_on_mesh import MeshRecurrence
 
 
 class Mixing(Protocol):
     """Each function takes what a layer computed of this step's tokens and the layer's cache, and gives the mixed values and the new cache.
 
-    Letters: T tokens, N query heads, K KV heads, D head size; Hk key heads and Hv value heads of a recurrent layer, Dk and Dv their sizes; C
-    channels, W taps.
+    Letters: T tokens, N query heads, K KV heads, D head size; Hk key heads and Hv value heads of a recurrent layer, Dk and Dv their sizes; W
+    taps.
     """
 
     def attend(
@@ -41,7 +39,8 @@ class Mixing(Protocol):
         """
 
     def convolve(self, x: jax.Array, weight: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Causal convolution of each channel of x [T, C] with the taps [C, W], the token's own last. The cache keeps W - 1 inputs."""
+        """Causal convolution of each channel of x [T, heads * D] with the taps [heads, D, W], the token's own last. The cache keeps W - 1
+        inputs, those of a head together: [heads * (W - 1) * D]."""
 
     def delta_rule(
         self, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, cache: Any
@@ -56,7 +55,7 @@ class PagedMixing:
 
     Attributes:
       windows: of the page tables of the batch, in their order.
-      attention: how layers attend.
+      attention: how layers attend, and on which mesh.
     """
 
     batch: Batch
@@ -78,24 +77,13 @@ class PagedMixing:
         return self.attention(q, k, v, cache, self.batch, scale, window=window, table=table, sinks=sinks)
 
     def convolve(self, x: jax.Array, weight: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        y, tails = convolve(x, weight, self._read(cache), self.batch.seq_of_token, self.batch.cu_q_lens)
-        return y, self._write(cache, tails)
+        return self._recurrence.convolve(x, weight, cache, self.batch)
 
     def delta_rule(
         self, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, cache: Any
     ) -> tuple[jax.Array, Any]:
-        batch = self.batch
-        out, states = delta_rule(q, k, v, log_decay, beta, self._read(cache), batch.seq_of_token, batch.cu_q_lens)
-        return out, self._write(cache, states)
+        return self._recurrence.delta_rule(q, k, v, log_decay, beta, cache, self.batch)
 
-    def _read(self, pool: jax.Array) -> jax.Array:
-        """What each sequence row starts from, [S, ...]."""
-        rows = self.batch.state_read
-        started = (rows >= 0).reshape(-1, *[1] * (pool.ndim - 1))
-        return jnp.where(started, pool[jnp.maximum(rows, 0)], jnp.zeros((), pool.dtype))
-
-    def _write(self, pool: jax.Array, rows: jax.Array) -> jax.Array:
-        rows = rows.astype(pool.dtype)
-        for target in (self.batch.state_write, self.batch.snapshot_write):
-            pool = pool.at[target].set(rows, mode="drop")
-        return pool
+    @property
+    def _recurrence(self) -> MeshRecurrence:
+        return MeshRecurrence(self.attention.mesh, self.attention.rules, self.attention.chip)

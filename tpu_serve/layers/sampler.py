@@ -31,6 +31,7 @@ class Sampled:
     logprobs: Logprobs
 
 
+@jax.named_scope("sampler")
 def sample(logits: jax.Array, edited: jax.Array, rows: SamplingRows, mode: str = "raw_logprobs") -> Sampled:
     """Samples one token per row.
 

@@ -1,5 +1,6 @@
 """The parts that the decoder families share: weight declarations, the layer loop and its sublayers.
 
+Sublayers are scopes by name, so that whatever reads a compiled program can say what its instructions are for.
 Letters: T tokens, H hidden, N query heads, K KV heads, D head size, I intermediate, E experts, V vocabulary.
 """
 
@@ -26,10 +27,15 @@ def linear_spec(
     dtype: Any,
     axes: tuple[str | None, str | None],
     other_names: tuple[str, ...] = (),
+    unit: int = 1,
 ) -> ParamSpec:
-    """A projection `[in, out]` from the checkpoint's `name.weight` `[out, in]`, or from that of one of the other names."""
+    """A projection `[in, out]` from the checkpoint's `name.weight` `[out, in]`, or from that of one of the other names.
+
+    Args:
+      unit: see `ParamSpec`.
+    """
     sources = tuple(Source((f"{one}.weight",), transposed, (size_out, size_in)) for one in (name, *other_names))
-    return ParamSpec((size_in, size_out), dtype, axes, sources, scale=size_in**-0.5)
+    return ParamSpec((size_in, size_out), dtype, axes, sources, scale=size_in**-0.5, unit=unit)
 
 
 def norm_spec(name: str, size: int, dtype: Any) -> ParamSpec:
@@ -41,9 +47,9 @@ def offset_norm_spec(name: str, size: int, dtype: Any) -> ParamSpec:
     return dataclasses.replace(norm_spec(name, size, dtype), scale=0.02)
 
 
-def bias_spec(name: str, size: int, dtype: Any, axis: str | None) -> ParamSpec:
+def bias_spec(name: str, size: int, dtype: Any, axis: str | None, unit: int = 1) -> ParamSpec:
     """A projection's bias `name.bias`, drawn small where weights are random."""
-    return ParamSpec((size,), dtype, (axis,), (Source((f"{name}.bias",), shape=(size,)),), scale=0.02)
+    return ParamSpec((size,), dtype, (axis,), (Source((f"{name}.bias",), shape=(size,)),), scale=0.02, unit=unit)
 
 
 def embedding_spec(name: str, vocab: int, hidden: int, dtype: Any) -> ParamSpec:
@@ -68,14 +74,18 @@ def attention_specs(
         )
     sizes = {"q": (num_heads, "heads"), "k": (num_kv_heads, "kv_heads"), "v": (num_kv_heads, "kv_heads")}
     specs = {
-        f"{letter}_proj": linear_spec(f"{prefix}.{letter}_proj", hidden, count * head_dim, dtype, (None, axis))
+        f"{letter}_proj": linear_spec(
+            f"{prefix}.{letter}_proj", hidden, count * head_dim, dtype, (None, axis), unit=head_dim
+        )
         for letter, (count, axis) in sizes.items()
     }
-    specs["o_proj"] = linear_spec(f"{prefix}.o_proj", num_heads * head_dim, hidden, dtype, ("heads", None))
+    specs["o_proj"] = linear_spec(
+        f"{prefix}.o_proj", num_heads * head_dim, hidden, dtype, ("heads", None), unit=head_dim
+    )
     for letter in biases:
         axis = sizes[letter][1] if letter in sizes else None
         specs[f"{letter}_proj_bias"] = bias_spec(
-            f"{prefix}.{letter}_proj", specs[f"{letter}_proj"].shape[1], dtype, axis
+            f"{prefix}.{letter}_proj", specs[f"{letter}_proj"].shape[1], dtype, axis, head_dim
         )
     return specs
 
@@ -147,6 +157,7 @@ def expert_specs(
     }
 
 
+@jax.named_scope("experts")
 def mixture(
     layer: dict[str, Any],
     x: jax.Array,
@@ -185,6 +196,7 @@ def linear(params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
     return product + params[f"{name}_bias"] if f"{name}_bias" in params else product
 
 
+@jax.named_scope("attention")
 def attention(
     params: dict[str, jax.Array],
     x: jax.Array,
@@ -199,6 +211,7 @@ def attention(
     return linear(params, "o_proj", out.reshape(len(x), -1)), cache
 
 
+@jax.named_scope("mlp")
 def gated_mlp(
     params: dict[str, jax.Array], x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:
@@ -240,6 +253,12 @@ def also_under(specs: Any, prefix: str, other: str) -> Any:
         )
 
     return map_specs(add, specs)
+
+
+@jax.named_scope("embedding")
+def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Rows [T, H] of the table [V, H]."""
+    return table[token_ids]
 
 
 def run_layers(
@@ -291,10 +310,11 @@ def run_decoder(
         x = x + update
         return x + feed_forward(layer, norm(x, layer["post_attention_norm"])), cache
 
-    x, new_caches = run_layers(block, kinds, params["layers"], params["embedding"][token_ids], caches)
+    x, new_caches = run_layers(block, kinds, params["layers"], embed(params["embedding"], token_ids), caches)
     return norm(x, params["norm"]), new_caches
 
 
+@jax.named_scope("logits")
 def project_logits(hidden: jax.Array, table: jax.Array) -> jax.Array:
     """f32[..., V] logits from hidden [..., H] and an output table [V, H]."""
     return jnp.einsum("...h,vh->...v", hidden, table, preferred_element_type=jnp.float32)

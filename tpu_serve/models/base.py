@@ -70,4 +70,4 @@ class Model(Protocol):
         """
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """f32[..., V] from hidden states [..., H]."""
+        """f32[..., V] from hidden states [..., H]; where the table is filled up, with as many columns behind those of the model."""

@@ -198,7 +198,8 @@ class Gemma4:
             update = gelu_mlp(layer["mlp"], norm(x, layer["pre_mlp_norm"]))
             if self.moe is not None:
                 routing = self._route(self.moe, layer, x, is_token)
-                chosen = experts(norm(x, layer["pre_experts_norm"]), routing, expert_weights(layer["experts"]))
+                with jax.named_scope("experts"):
+                    chosen = experts(norm(x, layer["pre_experts_norm"]), routing, expert_weights(layer["experts"]))
                 update = norm(update, layer["post_mlp_norm"]) + norm(chosen, layer["post_experts_norm"])
             return (x + norm(update, layer["post_feed_forward_norm"])) * layer["layer_scalar"], cache
 
@@ -206,6 +207,7 @@ class Gemma4:
         x, new_caches = run_layers(block, self.layers, params["layers"], x, caches)
         return norm(x, params["norm"]), new_caches
 
+    @jax.named_scope("attention")
     def _attend(
         self, heads: Heads, layer: Any, x: jax.Array, cache: Any, cos_sin: tuple[jax.Array, jax.Array], mixing: Mixing
     ) -> tuple[jax.Array, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,27 @@ from tpu_serve.request import TokenLogprobs
 from tpu_serve.runner.pack import prompt_targets
 from tpu_serve.scheduler.step import SampledToken, Scheduled
 
+Rows = Sequence[tuple[Scheduled, ...]]
 
-def collect(scheduled: tuple[Scheduled, ...], sampled: Sampled, prompt: Logprobs) -> list[SampledToken | None]:
+
+def collect(by_rank: Rows, sampled: Sampled, prompt: Logprobs) -> list[SampledToken | None]:
     """Waits for the device.
 
     Args:
+      by_rank: the rows of each data rank. What follows has as many rows for each of them, one rank after another.
       prompt: a row per token of the step.
 
     Returns:
       One entry per scheduled row; None where it neither sampled nor brings log-probabilities of its prompt.
     """
     token_ids = np.asarray(sampled.token_ids).tolist()
+    scheduled, size = [item for rows in by_rank for item in rows], len(token_ids) // len(by_rank)
+    places = [rank * size + row for rank, rows in enumerate(by_rank) for row in range(len(rows))]
     wanted = [item.sequence.request.params.logprobs if item.samples else None for item in scheduled]
     if any(count is not None for count in wanted):
         own, top_ids, top = _host(sampled.logprobs)
     results: list[SampledToken | None] = []
-    for row, (item, count) in enumerate(zip(scheduled, wanted, strict=True)):
+    for row, item, count in zip(places, scheduled, wanted, strict=True):
         if not item.samples:
             results.append(None)
         elif count is None:
@@ -37,14 +43,43 @@ def collect(scheduled: tuple[Scheduled, ...], sampled: Sampled, prompt: Logprobs
                 SampledToken(token_ids[row], _entry(token_ids[row], own[row], top_ids[row], top[row], count))
             )
     if any(item.sequence.request.params.prompt_logprobs is not None for item in scheduled):
-        _add_prompts(results, scheduled, prompt)
+        _add_prompts(results, by_rank, prompt)
     return results
 
 
-def _add_prompts(results: list[SampledToken | None], scheduled: tuple[Scheduled, ...], prompt: Logprobs) -> None:
+def collect_steps(scheduled: tuple[Scheduled, ...], sampled: Sampled) -> list[SampledToken | None]:
+    """Waits for a launch of several steps.
+
+    Args:
+      sampled: with a leading axis for steps.
+
+    Returns:
+      One entry per scheduled row, all of which sample: its first token, with the later ones in it.
+    """
+    wanted = [item.sequence.request.params.logprobs for item in scheduled]
+    token_ids = np.asarray(sampled.token_ids).T.tolist()
+    if any(count is not None for count in wanted):
+        own, top_ids, top = _host(sampled.logprobs)
+    results: list[SampledToken | None] = []
+    for row, (item, count) in enumerate(zip(scheduled, wanted, strict=True)):
+        ids = token_ids[row][: item.num_steps]
+        if count is None:
+            tokens = [SampledToken(token_id) for token_id in ids]
+        else:
+            tokens = [
+                SampledToken(token_id, _entry(token_id, own[step][row], top_ids[step][row], top[step][row], count))
+                for step, token_id in enumerate(ids)
+            ]
+        tokens[0].later = tuple(tokens[1:])
+        results.append(tokens[0])
+    return results
+
+
+def _add_prompts(results: list[SampledToken | None], by_rank: Rows, prompt: Logprobs) -> None:
     own, top_ids, top = _host(prompt)
-    at = 0
-    for row, item in enumerate(scheduled):
+    size = len(own) // len(by_rank)
+    starts = [(item, at) for rank, rows in enumerate(by_rank) for item, at in _starts(rows, rank * size)]
+    for row, (item, at) in enumerate(starts):
         count = item.sequence.request.params.prompt_logprobs
         targets = () if count is None else prompt_targets(item)
         if count is not None and targets:
@@ -54,7 +89,13 @@ def _add_prompts(results: list[SampledToken | None], scheduled: tuple[Scheduled,
             )
             result = results[row] or SampledToken(None)
             result.prompt_logprobs, results[row] = entries, result
-        at += item.length
+
+
+def _starts(rows: tuple[Scheduled, ...], first: int) -> Iterator[tuple[Scheduled, int]]:
+    """Each row with the place of its first token."""
+    for item in rows:
+        yield item, first
+        first += item.length
 
 
 def _host(logprobs: Logprobs) -> tuple[Any, Any, Any]:

@@ -1,30 +1,27 @@
-"""Where sequences become arrays: compiles one program per token bucket, launches steps and collects what they sampled."""
+"""Where sequences become arrays: launches steps, each with the program of its token bucket, and collects what they sampled."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tpu_serve.device.batch import zeros
+from tpu_serve.layers.attention_on_mesh import AttentionPath
 from tpu_serve.layers.logprobs import Logprobs
 from tpu_serve.layers.sampler import Sampled
 from tpu_serve.runner.buckets import pick
-from tpu_serve.runner.collect import collect
+from tpu_serve.runner.collect import collect, collect_steps
+from tpu_serve.runner.compilation import Compilation, Program
 from tpu_serve.runner.compile_counter import num_compiled
-from tpu_serve.runner.pack import pack, pack_masks
-from tpu_serve.runner.programs import DeviceState, Programs
+from tpu_serve.runner.multi_step import Loops, loop_name, pack_loop
+from tpu_serve.runner.pack import pack_masks, pack_ranks
+from tpu_serve.runner.programs import FRESH_STATE, NO_MASKS, DeviceState, Programs, step_name
 from tpu_serve.runner.slot_writer import SlotWriter
-from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
-
-COMPILE_THREADS = 4
-"""XLA spends part of a compilation in one thread, so a few at a time keep even two cores busy."""
+from tpu_serve.scheduler.step import SampledToken, Scheduled, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,14 @@ class LaunchedStep:
 
     output: SchedulerOutput
     sampled: Sampled
-    prompt: Logprobs
+    prompt: Logprobs | None = None
+
+
+def programs_of(programs: Programs) -> list[Program]:
+    """Everything that a runner needs compiled, in the order in which it does: what every step needs, then steps of rising size, then
+    launches of several steps."""
+    writers = SlotWriter(programs.state.sampler, programs.mesh).programs
+    return [*programs.others, *writers, *programs.steps, *Loops(programs).programs]
 
 
 class ModelRunner:
@@ -42,67 +46,129 @@ class ModelRunner:
     Args:
       programs: of all buckets.
       params: weights on the device.
-      state: fresh device state; owned by the runner from now on.
+      compilation: of `programs_of(programs)`.
     """
 
-    def __init__(self, programs: Programs, params: Any, state: DeviceState):
-        self.params, self._state, self._programs = params, state, programs
+    def __init__(self, programs: Programs, params: Any, compilation: Compilation):
+        self.params, self.compilation, self._programs = params, compilation, programs
         self._layouts = programs.layouts
-        self._buckets = list(self._layouts)
-        self._slot_writer = SlotWriter(state.sampler)
-        self._compiled: dict[int, Any] = {}
+        self._slot_writer = SlotWriter(programs.state.sampler, programs.mesh)
+        self._buckets: list[int] = []  # with a program, rising
+        self._missing = list(self._layouts)
+        self._steps: dict[int, Any] = {}
+        self._loop_layouts = Loops(programs).layouts
+        self._loops: dict[int, Any] = {}
         self._no_masks: dict[int, jax.Array] = {}
+        self._state: DeviceState
 
     @property
     def compile_count(self) -> int:
-        """Programs compiled in this process so far; constant once `compile` has returned."""
+        """Programs compiled in this process so far; constant once all of the runner's are there."""
         return num_compiled()
 
-    def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every bucket's program, several at a time, and runs each once on padding."""
-        programs = self._programs
-        # Read by no row: it stands for masks where nobody has one, and need not be sent to the device.
-        self._no_masks = {
-            rows: jnp.zeros((rows, num_words), jnp.uint32, device=programs.everywhere)
-            for rows, num_words in map(programs.mask_shape, self._buckets)
-        }
+    def start(
+        self, on_progress: Callable[[int, int], None] = lambda done, total: None, *, wait_for_all: bool = True
+    ) -> None:
+        """Makes a fresh state, and runs each program once on padding. `launch` may follow.
 
-        def build(size: int) -> Any:
-            return programs.lower(size).compile()
-
-        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-            for done, (size, program) in enumerate(zip(self._buckets, pool.map(build, self._buckets), strict=True)):
-                self._compiled[size] = program
-                on_progress(done + 1, len(self._buckets))
-        self._state = dataclasses.replace(self._state, sampler=self._slot_writer.compile(self._state.sampler))
-        for size in self._buckets:  # the first call of a program loads it and sets up its transfers
-            layout = self._layouts[size]
-            for masks in (self._no_masks[layout.num_rows], np.zeros(programs.mask_shape(size), np.uint32)):
-                self._state, *sampled = self._compiled[size](self.params, self._state, pack((), layout), masks)
-            jax.block_until_ready(sampled)
-
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Starts a step and returns at once.
+        Args:
+          on_progress: told how many of how many programs are there.
+          wait_for_all: for the programs of all buckets, rather than of the smallest one.
 
         Raises:
-          KeyError: `compile` has not run.
+          BaseException: what kept a program from being compiled.
         """
-        scheduled, size = output.scheduled, pick(self._buckets, output.num_tokens)
-        layout = self._layouts[size]
-        masks = pack_masks(scheduled, layout.num_rows, self._programs.vocab_size)
-        sampler = self._slot_writer.write(self._state.sampler, scheduled)
+        smallest = step_name(min(self._layouts))
+        every = self.compilation.names
+        self.compilation.wait(every if wait_for_all else every[: every.index(smallest) + 1], on_progress)
+        self._state = self.compilation[FRESH_STATE]()
+        # Read by no row: it stands for masks where nobody has one, and need not be sent to the device.
+        self._no_masks = self.compilation[NO_MASKS]()
+        sampler = self._slot_writer.start(self._state.sampler, self.compilation.__getitem__)
         self._state = dataclasses.replace(self._state, sampler=sampler)
-        self._state, sampled, prompt = self._compiled[size](
-            self.params, self._state, pack(scheduled, layout),
-            self._no_masks[layout.num_rows] if masks is None else masks,
+        self.take_new_programs()
+
+    def attention_paths(self) -> tuple[AttentionPath, ...]:
+        """What runs the attention of the programs that have been traced in this process."""
+        return self._programs.function.attention.paths()
+
+    def take_new_programs(self) -> int:
+        """Puts programs to use that have been compiled meanwhile, each of which is run once on padding.
+
+        Returns:
+          Most tokens that a step of `launch` may have from now on, of one data rank. It never falls.
+
+        Raises:
+          BaseException: what kept a program from being compiled.
+        """
+        if self._missing:
+            new = [size for size in self._missing if self.compilation.is_done(step_name(size))]
+            for size in new:
+                self._run_once(size)
+                self._missing.remove(size)
+                self._buckets = sorted([*self._buckets, size])
+        if len(self._loops) < len(self._loop_layouts):
+            for size in self._loop_layouts:
+                if size not in self._loops and self.compilation.is_done(loop_name(size)):
+                    self._run_loop_once(size)
+        is_complete = not self._missing and len(self._loops) == len(self._loop_layouts)
+        if not is_complete and self.compilation.failure is not None:
+            raise self.compilation.failure
+        return self._buckets[-1]
+
+    def _run_once(self, size: int) -> None:
+        """The first call of a program loads it and sets up its transfers."""
+        programs = self._programs
+        self._steps[size] = self.compilation[step_name(size)]
+        shape, nothing = programs.mask_shape(size), pack_ranks(((),) * programs.num_ranks, self._layouts[size])
+        for masks in (self._no_masks[shape[0]], np.zeros(shape, np.uint32)):
+            self._state, *sampled = self._steps[size](self.params, self._state, nothing, masks)
+        jax.block_until_ready(sampled)
+
+    def _run_loop_once(self, size: int) -> None:
+        self._loops[size] = self.compilation[loop_name(size)]
+        self._state, found = self._run_loop((), size)
+        jax.block_until_ready(found)
+
+    def _run_loop(self, rows: tuple[Scheduled, ...], size: int) -> tuple[DeviceState, Sampled]:
+        """Nobody in it has a mask."""
+        layout = self._loop_layouts[size]
+        masks = self._no_masks[layout.step.num_rows]
+        state, found = self._loops[size](self.params, self._state, pack_loop(rows, layout), masks)
+        return state, found
+
+    @property
+    def num_decode_steps(self) -> int:
+        """Most steps of a launch from now on, 1 while the programs for more are not all there."""
+        return self._programs.num_decode_steps if len(self._loops) == len(self._loop_layouts) else 1
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Starts a step, or several where the output says so, and returns at once. `start` has been called."""
+        if output.num_steps > 1:
+            return self._launch_several(output)
+        rows, size = output.by_rank, pick(self._buckets, output.num_tokens_of_largest)
+        layout = self._layouts[size]
+        masks = pack_masks(rows, layout.num_rows, self._programs.vocab_size)
+        sampler = self._slot_writer.write(self._state.sampler, rows)
+        self._state = dataclasses.replace(self._state, sampler=sampler)
+        self._state, sampled, prompt = self._steps[size](
+            self.params, self._state, pack_ranks(rows, layout),
+            self._no_masks[len(rows) * layout.num_rows] if masks is None else masks,
         )  # fmt: skip
         return LaunchedStep(output, sampled, prompt)
+
+    def _launch_several(self, output: SchedulerOutput) -> LaunchedStep:
+        size = pick(list(self._loop_layouts), output.num_tokens)
+        self._state, found = self._run_loop(output.scheduled, size)
+        return LaunchedStep(output, found)
 
     def reset(self) -> None:
         """Can launch again after a launch that was cut short: state that it consumed without a successor is replaced by zeros."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
-            self._state = zeros(self._programs.state)
+            self._state = self.compilation[FRESH_STATE]()
 
     def collect(self, ticket: LaunchedStep) -> list[SampledToken | None]:
         """Waits for a step; one entry per scheduled row, None where it brought nothing."""
-        return collect(ticket.output.scheduled, ticket.sampled, ticket.prompt)
+        if ticket.prompt is None:
+            return collect_steps(ticket.output.scheduled, ticket.sampled)
+        return collect(ticket.output.by_rank, ticket.sampled, ticket.prompt)

@@ -6,6 +6,7 @@ One array means one transfer a step. Float fields travel as their bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -94,6 +95,12 @@ class PackLayout:
         return Batch(**values, sampling=SamplingRows(**sampling))
 
 
+def pack_ranks(by_rank: Sequence[tuple[Scheduled, ...]], layout: PackLayout) -> np.ndarray:
+    """The flat arrays of the data ranks' rows, i32[ranks, layout.size]; i32[layout.size] where there is one rank."""
+    flats = [pack(scheduled, layout) for scheduled in by_rank]
+    return flats[0] if len(flats) == 1 else np.stack(flats)
+
+
 def pack(scheduled: tuple[Scheduled, ...], layout: PackLayout) -> np.ndarray:
     """The flat array of a planned step, i32[layout.size]."""
     flat = np.zeros(layout.size, np.int32)
@@ -138,7 +145,7 @@ def _pack_tokens(item: Scheduled, row: int, at: int, fields: dict[str, np.ndarra
         for table, index, pages in zip(fields["page_table"], fields["kv_index"], sequence.pages, strict=True):
             table[row, : len(pages)] = pages
             index[at:stop] = table[row][positions // page_size] * page_size + positions % page_size
-    known = min(end, len(sequence.tokens))
+    known = max(start, min(end, len(sequence.tokens)))
     fields["token_ids"][at : at + known - start] = sequence.tokens[start:known]
     if known < end:  # the last token is in flight: the device reads its own copy
         fields["from_slot"][stop - 1] = sequence.slot
@@ -181,7 +188,7 @@ def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> 
     if request.biases:
         fields["is_biased"][row] = fields["any_biases"][()] = 1
     if request.forced_token_ids:
-        fields["forced_id"][row] = _forced_id(request, position)
+        fields["forced_id"][row] = forced_id(request, position)
     if _mask_of(item) is not None:
         fields["any_masks"][()] = 1
     if params.has_penalties:
@@ -203,7 +210,7 @@ def _pack_sampling(item: Scheduled, row: int, fields: dict[str, np.ndarray]) -> 
     fields["any_filter"][()] |= params.top_p < 1 or params.top_k > 0 or params.min_p > 0
 
 
-def _forced_id(request: Request, position: int) -> int:
+def forced_id(request: Request, position: int) -> int:
     """The script's token at an output position, or the end behind it; -1 for none."""
     if position < len(request.forced_token_ids):
         return request.forced_token_ids[position]
@@ -215,12 +222,13 @@ def _mask_of(item: Scheduled) -> bytes | None:
     return None if constraint is None or not item.samples else constraint.mask
 
 
-def pack_masks(scheduled: tuple[Scheduled, ...], num_rows: int, vocab_size: int) -> np.ndarray | None:
-    """Which ids each row may sample, u32[num_rows, ceil(vocab_size / 32)]; None if every row may sample all of them."""
-    masks = [(row, mask) for row, item in enumerate(scheduled) if (mask := _mask_of(item)) is not None]
+def pack_masks(by_rank: Sequence[tuple[Scheduled, ...]], num_rows: int, vocab_size: int) -> np.ndarray | None:
+    """Which ids each row may sample, u32[ranks * num_rows, ceil(vocab_size / 32)]; None if every row may sample all of them."""
+    rows = ((rank * num_rows + row, item) for rank, rows in enumerate(by_rank) for row, item in enumerate(rows))
+    masks = [(row, mask) for row, item in rows if (mask := _mask_of(item)) is not None]
     if not masks:
         return None
-    words = np.full((num_rows, -(-vocab_size // 32)), 0xFFFF_FFFF, np.uint32)
+    words = np.full((len(by_rank) * num_rows, -(-vocab_size // 32)), 0xFFFF_FFFF, np.uint32)
     for row, mask in masks:
         words[row] = np.frombuffer(mask, "<u4")
     return words

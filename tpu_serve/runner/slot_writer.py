@@ -3,54 +3,114 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
+from tpu_serve.device.mesh import by_rank, data_axis, replicated
+from tpu_serve.device.ranks import Ranks
 from tpu_serve.device.sampler_state import IN_PROMPT, MOST_COUNTED, SamplerState
 from tpu_serve.request import MAX_BIASES, Bias
+from tpu_serve.runner.compilation import Program
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import Scheduled
+
+WRITE_COUNTS, WRITE_BIASES = "write counts", "write biases"
+"""Names of programs."""
 
 
 class SlotWriter:
     """Two small programs, compiled once, for any sequence that has penalties or biases.
 
     Args:
-      state: as it will be handed to `write`.
+      state: as it will be handed to `write`, or its shapes and shardings.
+      mesh: where it lies.
     """
 
-    def __init__(self, state: SamplerState):
-        self._num_slots, self._vocab_size = state.counts.shape
+    def __init__(self, state: SamplerState, mesh: Mesh):
+        self._ranks = Ranks(mesh)
+        self._num_slots, self._vocab_size = state.counts.shape[0] // self._ranks.num, state.counts.shape[1]
         self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         self._write_counts: Any = None
         self._write_biases: Any = None
 
-    def compile(self, state: SamplerState) -> SamplerState:
-        """Compiles both and runs them once, on no slot."""
-        nobody, sharding = np.int32(self._num_slots), self._shapes.counts.sharding
+    @property
+    def programs(self) -> list[Program]:
+        """Both, not yet compiled: (state, slot, row) -> state."""
+        rows = {WRITE_COUNTS: self._nothing[0], WRITE_BIASES: self._nothing[1]}
+        functions = {WRITE_COUNTS: _write_counts, WRITE_BIASES: _write_biases}
+        return [Program(name, partial(self._lower, function, rows[name])) for name, function in functions.items()]
 
-        def build(function: Callable[..., SamplerState], row: np.ndarray) -> Any:
-            inputs = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (nobody, row))
-            shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
-            return jax.jit(function, donate_argnums=0, out_shardings=shardings).lower(self._shapes, *inputs).compile()
-
-        counts, biases = np.zeros(self._vocab_size, np.uint16), bias_row((), self._vocab_size)
-        self._write_counts, self._write_biases = build(_write_counts, counts), build(_write_biases, biases)
+    def start(self, state: SamplerState, compiled: Callable[[str], Any]) -> SamplerState:
+        """Takes both by their names and runs them once, on no slot."""
+        self._write_counts, self._write_biases = compiled(WRITE_COUNTS), compiled(WRITE_BIASES)
+        nobody, (counts, biases) = self._slot(-1, self._num_slots), self._nothing
         return self._write_biases(self._write_counts(state, nobody, counts), nobody, biases)
 
-    def write(self, state: SamplerState, scheduled: tuple[Scheduled, ...]) -> SamplerState:
-        """The state with the rows of all sequences that start in this step."""
-        for item in scheduled:
-            if item.is_first:
-                sequence, slot = item.sequence, np.int32(item.sequence.slot)
-                if sequence.request.params.has_penalties:
-                    state = self._write_counts(state, slot, count_row(sequence, self._vocab_size))
-                if sequence.request.biases:
-                    state = self._write_biases(state, slot, bias_row(sequence.request.biases, self._vocab_size))
+    def compile(self, state: SamplerState) -> SamplerState:
+        """Compiles both and runs them once, on no slot."""
+        compiled = {program.name: program.lower().compile() for program in self.programs}
+        return self.start(state, compiled.__getitem__)
+
+    @property
+    def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that say nothing, for each of the two."""
+        return np.zeros(self._vocab_size, np.uint16), bias_row((), self._vocab_size)
+
+    def _lower(self, function: Callable[..., SamplerState], row: np.ndarray) -> jax.stages.Lowered:
+        nobody, mesh = self._slot(-1, self._num_slots), self._ranks.mesh
+        inputs = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in ((nobody, by_rank(mesh)), (row, replicated(mesh)))
+        )
+        shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
+        return jax.jit(self._on_ranks(function), donate_argnums=0, out_shardings=shardings).lower(self._shapes, *inputs)
+
+    def write(self, state: SamplerState, by_rank: Iterable[tuple[Scheduled, ...]]) -> SamplerState:
+        """The state with the rows of all sequences that start in this step.
+
+        Args:
+          by_rank: the rows of each data rank.
+        """
+        for rank, scheduled in enumerate(by_rank):
+            for item in scheduled:
+                if item.is_first:
+                    state = self._write(state, item.sequence, rank)
         return state
+
+    def _write(self, state: SamplerState, sequence: Sequence, rank: int) -> SamplerState:
+        if sequence.request.params.has_penalties:
+            slot = self._slot(rank, sequence.slot)
+            state = self._write_counts(state, slot, count_row(sequence, self._vocab_size))
+        if sequence.request.biases:
+            slot = self._slot(rank, sequence.slot)
+            state = self._write_biases(state, slot, bias_row(sequence.request.biases, self._vocab_size))
+        return state
+
+    def _slot(self, rank: int, slot: int) -> Any:
+        """i32[ranks]: a slot of one data rank, and none of the others; i32[] where there is one rank."""
+        if self._ranks.num == 1:
+            return np.int32(slot)
+        slots = np.full(self._ranks.num, self._num_slots, np.int32)
+        slots[rank] = slot
+        return slots
+
+    def _on_ranks(self, function: Callable[..., SamplerState]) -> Callable[..., SamplerState]:
+        """The function of (state, slot, row) for all ranks, each with a slot of its own."""
+        if self._ranks.num == 1:
+            return function
+        first = PartitionSpec(data_axis(self._ranks.mesh))
+        return jax.shard_map(
+            lambda state, slots, row: function(state, slots[0], row),
+            mesh=self._ranks.mesh,
+            in_specs=(first, first, PartitionSpec()),
+            out_specs=first,
+            check_vma=False,  # the devices of a rank do the same
+        )
 
 
 def count_row(sequence: Sequence, vocab_size: int) -> np.ndarray:

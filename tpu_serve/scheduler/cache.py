@@ -71,6 +71,14 @@ class Cache:
             num_pages - len(pages) <= pool.num_free for pool, pages in zip(self.pools, sequence.pages, strict=True)
         )
 
+    def has_room_for_all(self, ends: Seq[tuple[Sequence, int]]) -> bool:
+        """Whether running sequences can grow to these numbers of tokens now, all of them together."""
+        for index, pool in enumerate(self.pools):
+            missing = sum(max(0, -(-end // self.page_size) - len(sequence.pages[index])) for sequence, end in ends)
+            if missing > pool.num_free:
+                return False
+        return True
+
     def grow(self, sequence: Sequence, end: int) -> None:
         """Pages for the first `end` tokens; those are there (`has_room`)."""
         num_pages = -(-end // self.page_size)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from tpu_serve.scheduler.cache import Cache, Match
 from tpu_serve.scheduler.page_pool import hash_page
 from tpu_serve.scheduler.sequence import Sequence
+
+
+def snapshot_end(end: int, page_size: int) -> int:
+    """After how many tokens a launch of several steps, with `end` tokens once it has run, keeps recurrent state if it does."""
+    return end // page_size * page_size
+
+
+def extend_hashes(hashes: list[bytes], tokens: Seq[int], num_tokens: int, page_size: int, salt: str) -> None:
+    """Adds content hashes until there is one for each full page among the first `num_tokens` tokens."""
+    for page in range(len(hashes), num_tokens // page_size):
+        parent = hashes[-1] if hashes else b""
+        hashes.append(hash_page(parent, tokens[page * page_size : (page + 1) * page_size], salt))
 
 
 class Prefixes:
@@ -39,9 +53,14 @@ class Prefixes:
         last = (num_known - 1) // size * size
         return min(cut for cut in (end, sequence.branch, last) if start < cut <= end) - start
 
-    def take_snapshot(self, sequence: Sequence, end: int) -> int:
-        """A row for the recurrent state after so many tokens, -1 for none."""
-        if not self._takes_snapshots or end % self._cache.page_size:
+    def take_snapshot(self, sequence: Sequence, start: int, end: int, num_steps: int = 1) -> int:
+        """A row for the recurrent state after `end` tokens, -1 for none: that is at the end of a page only. Of several steps, which compute a
+        token each, it is the state after the last one that ends at `snapshot_end`."""
+        if not self._takes_snapshots:
+            return -1
+        if num_steps > 1:
+            end = snapshot_end(end, self._cache.page_size)
+        if end % self._cache.page_size or end <= start:
             return -1
         assert self._cache.snapshots is not None
         last = (len(sequence.tokens) - 1) // self._cache.page_size * self._cache.page_size
@@ -65,9 +84,5 @@ class Prefixes:
     def _hashes(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         """Content hashes of the full pages among the first `num_tokens` tokens, which must be known."""
         size, hashes = self._cache.page_size, sequence.page_hashes
-        for page in range(len(hashes), num_tokens // size):
-            parent = hashes[-1] if hashes else b""
-            hashes.append(
-                hash_page(parent, sequence.tokens[page * size : (page + 1) * size], sequence.request.cache_salt)
-            )
+        extend_hashes(hashes, sequence.tokens, num_tokens, size, sequence.request.cache_salt)
         return hashes[: num_tokens // size]

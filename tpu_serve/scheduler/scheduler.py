@@ -1,8 +1,9 @@
 """Continuous batching: every step is a list of (sequence, how many of its tokens to compute).
 
 Prefill, chunked prefill, decode and recompute after a preemption differ only in that number. `schedule` plans a step and assumes that it will
-run; `commit` takes what it sampled. The engine plans step N+1 before it commits step N, so a sequence may have a token *in flight*: the
-device knows it, the host does not yet. A page or slot that a launched step names is released only when that step is committed.
+run; `commit` takes what it sampled. The engine plans step N+1 before it commits step N, so a sequence may have tokens *in flight*: the
+device knows them, the host does not yet. A page or slot that a launched step names is released only when that step is committed. A launch may
+hold several decode steps; then all its rows decode.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from tpu_serve.request import NOT_A_NUMBER_ID, FinishReason, Request, TokenOutput
-from tpu_serve.scheduler.cache import Cache
+from tpu_serve.scheduler.cache import Cache, Match
+from tpu_serve.scheduler.multi_step import plan_decode_steps
 from tpu_serve.scheduler.prefixes import Prefixes
 from tpu_serve.scheduler.sequence import Sequence, Status
 from tpu_serve.scheduler.step import SampledToken, Scheduled, SchedulerOutput, SchedulerStats
-from tpu_serve.scheduler.verdict import take_token
+from tpu_serve.scheduler.verdict import take_token, take_tokens
 
 
 def num_slots(max_num_seqs: int) -> int:
@@ -49,6 +51,7 @@ class Scheduler:
       max_num_batched_tokens: most tokens in a step, at least `max_num_seqs`.
       max_model_len: longest sequence, prompt and answer together.
       enable_prefix_caching: look for and offer equal prompt beginnings.
+      num_decode_steps: most decode steps in one launch.
 
     Attributes:
       waiting, running: in order.
@@ -66,6 +69,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        num_decode_steps: int = 1,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -80,6 +84,8 @@ class Scheduler:
                 )
         self.cache, self.max_num_seqs, self.max_model_len = cache, max_num_seqs, max_model_len
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
+        self.num_decode_steps = num_decode_steps
+        self._given_limits = max_num_seqs, max_num_batched_tokens
         self._prefixes = Prefixes(cache, enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.num_waiting_tokens = 0
@@ -91,6 +97,13 @@ class Scheduler:
         self.num_slots = num_slots(max_num_seqs)
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._step_id = self._num_added = 0
+
+    def limit_step(self, num_tokens: int) -> None:
+        """Plans no more than so many tokens in a step from now on, and so no more sequences either, within the limits given at first. The
+        number must not fall from call to call: those that run need a token each."""
+        max_num_seqs, max_num_batched_tokens = self._given_limits
+        self.max_num_batched_tokens = min(max_num_batched_tokens, num_tokens)
+        self.max_num_seqs = min(max_num_seqs, num_tokens)
 
     def reset(self) -> None:
         """Forgets every request, page, slot and cached prefix, in whatever state a step that was cut short left them. Counters stay."""
@@ -104,8 +117,11 @@ class Scheduler:
         self._leaving.clear()
         self._free_slots = list(range(self.num_slots - 1, -1, -1))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, page_hashes: Iterable[bytes] = ()) -> None:
         """Queues a request.
+
+        Args:
+          page_hashes: what is known already of the content hashes of its full pages.
 
         Raises:
           ValueError: the id is in use, the prompt is empty or leaves no room for an answer, or max_tokens is unset.
@@ -119,7 +135,7 @@ class Scheduler:
             raise ValueError("max_tokens must be set before a request reaches the scheduler")
         self._num_added += 1
         end = min(num_prompt + request.params.max_tokens, self.max_model_len)
-        sequence = Sequence(request, end, self._num_added)
+        sequence = Sequence(request, end, self._num_added, page_hashes=list(page_hashes))
         self._by_id[request.id] = sequence
         if sequence.constraint is not None:
             self._constrained[sequence] = None
@@ -165,6 +181,10 @@ class Scheduler:
         """Plans the next step; None when nothing can run before a launched step is committed."""
         if self.cache.snapshots is not None:
             self.cache.snapshots.settle()
+        if self.num_decode_steps > 1:
+            several = self._schedule_several()
+            if several is not None:
+                return several
         scheduled: list[Scheduled] = []
         preempted: list[Sequence] = []
         budget = self._schedule_running(scheduled, preempted)
@@ -174,6 +194,30 @@ class Scheduler:
         scheduled.sort(key=lambda item: item.length > 1)  # stable: order of arrival within each group
         self._step_id += 1
         return SchedulerOutput(self._step_id, tuple(scheduled), tuple(preempted))
+
+    def _schedule_several(self) -> SchedulerOutput | None:
+        """A launch of several decode steps; None where one step is to be planned, because somebody comes or for the reasons of
+        `plan_decode_steps`."""
+        if self.waiting and self._somebody_comes():
+            return None
+        counts = plan_decode_steps(self.running, self.cache, self.num_decode_steps)
+        if counts is None:
+            return None
+        scheduled = []
+        for sequence, count in zip(self.running, counts, strict=True):
+            if count:
+                self.cache.grow(sequence, sequence.num_computed + count)
+                scheduled.append(self._launch(sequence, 1, num_steps=count))
+        self._step_id += 1
+        return SchedulerOutput(self._step_id, tuple(scheduled), num_steps=max(counts))
+
+    def _somebody_comes(self) -> bool:
+        """Whether a waiting sequence gets in now, or when what is launched has been committed."""
+        if any(one.num_tokens >= one.max_num_tokens for one in self.running):
+            return True
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        return bool(self._leaving) or self._find_room(self.waiting[0]) is not None
 
     def _schedule_running(self, scheduled: list[Scheduled], preempted: list[Sequence]) -> int:
         """Returns the budget left for waiting sequences: none while running ones are short of pages.
@@ -217,12 +261,8 @@ class Scheduler:
             if sequence.num_launched:  # preempted, and the step that still names it is under way
                 break
             num_tokens = len(sequence.tokens)
-            match = self._prefixes.match(sequence)
-            # Room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work. So does
-            # taking the pages of a prompt whose chunk ended early, which others are admitted behind.
-            unfinished = [one for one in self.running if one.num_computed < len(one.tokens)]
-            promised = self.cache.still_to_take(unfinished, self.max_num_batched_tokens)
-            if not self.cache.has_room_for(match, num_tokens, self.max_num_batched_tokens, promised):
+            match = self._find_room(sequence)
+            if match is None:
                 break
             self.waiting.popleft()
             self.num_waiting_tokens -= sequence.num_prompt
@@ -241,21 +281,35 @@ class Scheduler:
             budget -= length
             scheduled.append(self._launch(sequence, length, match.snapshot, is_first=True))
 
-    def _launch(self, sequence: Sequence, length: int, restore: int = -1, is_first: bool = False) -> Scheduled:
+    def _find_room(self, sequence: Sequence) -> Match | None:
+        """What is cached of a waiting sequence; None where the rest does not fit now.
+
+        There is room for all of its known tokens, though only the first chunk's pages are taken: admitting what cannot go on wastes work. So
+        does taking the pages of a prompt whose chunk ended early, which others are admitted behind.
+        """
+        match = self._prefixes.match(sequence)
+        unfinished = [one for one in self.running if one.num_computed < len(one.tokens)]
+        promised = self.cache.still_to_take(unfinished, self.max_num_batched_tokens)
+        fits = self.cache.has_room_for(match, len(sequence.tokens), self.max_num_batched_tokens, promised)
+        return match if fits else None
+
+    def _launch(
+        self, sequence: Sequence, length: int, restore: int = -1, is_first: bool = False, num_steps: int = 1
+    ) -> Scheduled:
         start, num_known = sequence.num_computed, len(sequence.tokens)
         end = start + length
         samples = end == num_known + sequence.num_inflight
-        sequence.num_computed = end
+        sequence.num_computed = end + num_steps - 1
         sequence.num_launched += 1
-        sequence.num_inflight += samples
-        snapshot = self._prefixes.take_snapshot(sequence, end)
+        sequence.num_inflight += num_steps if samples else 0
+        snapshot = self._prefixes.take_snapshot(sequence, start, sequence.num_computed, num_steps)
         if start < num_known:
             known = min(end, sequence.num_prompt)
             self.stats.prompt_tokens_computed += max(0, known - start)
             sequence.num_prompt_computed = max(sequence.num_prompt_computed, known - sequence.num_cached)
             # Attention writes a step's keys and values before it reads any, so pages may be shared from this very step on.
             self._prefixes.seal(sequence)
-        return Scheduled(sequence, start, length, samples, restore, snapshot, is_first)
+        return Scheduled(sequence, start, length, samples, restore, snapshot, is_first, num_steps)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
@@ -303,10 +357,13 @@ class Scheduler:
             if result is not None and result.prompt_logprobs:
                 sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
             if item.samples:
-                sequence.num_inflight -= 1
+                sequence.num_inflight -= item.num_steps
                 if sequence.finish_reason is None:
                     assert result is not None
-                    outputs.append(self._append(sequence, result, now))
+                    if item.num_steps == 1:
+                        outputs.append(self._append(sequence, result, now))
+                    else:
+                        outputs += self._append_several(sequence, result, now)
             if not sequence.num_launched and sequence in self._leaving:
                 self._leave(sequence)
         self.stats.generated += sum(len(output.token_ids) for output in outputs)
@@ -319,6 +376,18 @@ class Scheduler:
             self.stats.num_not_numbers += result.token_id == NOT_A_NUMBER_ID
             self._finish(sequence, output.finish_reason)
         return output
+
+    def _append_several(self, sequence: Sequence, result: SampledToken, now: float) -> list[TokenOutput]:
+        outputs, last = take_tokens(sequence, (result, *result.later), now)
+        reason = outputs[-1].finish_reason
+        if reason is not None:
+            # The device goes no further with a sequence that it finds finished, so no step has read its last token.
+            sequence.num_computed = min(sequence.num_computed, len(sequence.tokens) - 1)
+            self.stats.num_not_numbers += last.token_id == NOT_A_NUMBER_ID
+        self._prefixes.seal(sequence)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return outputs
 
     def check(self) -> None:
         """Checks every invariant; for tests and for an idle engine.

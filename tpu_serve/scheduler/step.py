@@ -15,8 +15,9 @@ class Scheduled:
 
     Attributes:
       samples: the last of them yields the next token.
+      num_steps: how many tokens it samples in a launch of several steps, each of which is computed in the next step; 1 without `samples`.
       restore: snapshot that recurrent state starts from, -1 for the sequence's own state.
-      snapshot: snapshot that takes its state afterwards, -1 for none.
+      snapshot: snapshot that takes its state afterwards, -1 for none; of several steps, after the last one that fills a page.
       is_first: first launch since the sequence got its slot; all its tokens are known then.
     """
 
@@ -27,19 +28,46 @@ class Scheduled:
     restore: int = -1
     snapshot: int = -1
     is_first: bool = False
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One planned step: rows with a single token first, then longer chunks, each group in order of arrival."""
+    """One planned launch: rows with a single token first, then longer chunks, each group in order of arrival.
+
+    Attributes:
+      num_steps: decode steps that the device takes one after another, the largest `num_steps` of its rows. With more than one every row has a
+        single token.
+      ranks: what each data rank does of it, where there are several; their rows one rank after another are `scheduled`.
+    """
 
     step_id: int
     scheduled: tuple[Scheduled, ...]
     preempted: tuple[Sequence, ...] = ()
+    num_steps: int = 1
+    ranks: tuple[SchedulerOutput, ...] = ()
+
+    @property
+    def by_rank(self) -> tuple[tuple[Scheduled, ...], ...]:
+        """The rows of each data rank."""
+        return tuple(rank.scheduled for rank in self.ranks) or (self.scheduled,)
+
+    @property
+    def num_tokens_of_largest(self) -> int:
+        """Tokens of the first step of the data rank that has most: all ranks take a bucket that holds as many."""
+        return max((rank.num_tokens for rank in self.ranks), default=self.num_tokens)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of its first step."""
         return sum(item.length for item in self.scheduled)
+
+    @property
+    def num_tokens_in_all(self) -> int:
+        """Tokens of all its steps."""
+        if self.num_steps == 1:
+            return self.num_tokens
+        return sum(item.num_steps for item in self.scheduled)
 
 
 @dataclass(slots=True)
@@ -49,11 +77,13 @@ class SampledToken:
     Attributes:
       token_id: sampled; `NOT_A_NUMBER_ID` or `NOTHING_ALLOWED_ID` where nothing could be, None where the row samples nothing.
       prompt_logprobs: of the tokens at positions `start + 1` up to `start + length` that belong to the prompt, when the request asked.
+      later: what the further steps of a launch brought, as many as the row has. Behind a token that ends the sequence they mean nothing.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    later: tuple[SampledToken, ...] = ()
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tpu_serve.request import NOT_A_NUMBER_ID, NOTHING_ALLOWED_ID, FinishReason, TokenOutput
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import SampledToken
@@ -57,6 +59,30 @@ def take_token(sequence: Sequence, result: SampledToken, now: float) -> TokenOut
         prompt_logprobs=prompt_logprobs,
         timing=sequence.timing() if is_first or reason is not None else None,
     )
+
+
+def take_tokens(
+    sequence: Sequence, results: Iterable[SampledToken], now: float
+) -> tuple[list[TokenOutput], SampledToken]:
+    """Appends the tokens of several steps, up to the one that ends the sequence.
+
+    Returns:
+      One output that has all of them, with an error in one of its own behind it; and the last result that was taken.
+    """
+    outputs: list[TokenOutput] = []
+    for last in results:
+        outputs.append(take_token(sequence, last, now))
+        if outputs[-1].finish_reason is not None:
+            break
+    errors = [outputs.pop()] if outputs[-1].error is not None else []
+    if len(outputs) > 1:
+        first, joined = outputs[0], outputs[-1]
+        joined.token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
+        if joined.logprobs is not None:
+            joined.logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
+        joined.prompt_logprobs, joined.timing = first.prompt_logprobs, joined.timing or first.timing
+        outputs = [joined]
+    return outputs + errors, last
 
 
 def _failed(sequence: Sequence, error: str) -> TokenOutput:

@@ -96,23 +96,30 @@ class OwnMetrics(Collector):
     def __init__(self, labels: tuple[str, str]):
         self._reading = Reading(labels)
         self._engine: Engine | None = None
-        self._num_compiled_before = 0
 
     def watch(self, engine: Engine) -> None:
-        """Reads this engine from now on. What it has compiled so far it has compiled for its start."""
-        self._engine, self._num_compiled_before = engine, engine.core.runner.compile_count
+        """Reads this engine from now on."""
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         reading, engine = self._reading, self._engine
         core = None if engine is None else engine.core
         num_compiled = 0 if core is None else core.runner.compile_count
         num_cached, seconds = (0, 0.0) if engine is None else engine.compile_costs()
+        num_recompiled = 0 if engine is None else engine.num_recompiled()
+        num_ready, num_programs = (0, 0) if engine is None else engine.programs()
         yield reading.counter("steps", "Steps of the engine", 0 if core is None else core.num_steps)
         yield reading.counters(
             "compile",
-            "Programs compiled or taken from the cache, before the server was ready and since: the latter should stay 0",
+            "Programs compiled or taken from the cache, for the start and unexpectedly since: the latter should stay 0",
             "phase",
-            (("start", self._num_compiled_before), ("serving", num_compiled - self._num_compiled_before)),
+            (("start", num_compiled - num_recompiled), ("serving", num_recompiled)),
+        )
+        yield reading.gauges(
+            "programs",
+            "Programs of the engine that are compiled, and that are still to be (--serve-while-compiling)",
+            ("state",),
+            ((("ready",), num_ready), (("compiling",), num_programs - num_ready)),
         )
         yield reading.counter("compile_seconds", "Time that compiling took, of all threads", seconds)
         yield reading.counter("compile_cache_hits", "Programs that came from the compile cache", num_cached)

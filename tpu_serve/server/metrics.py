@@ -175,7 +175,8 @@ class Metrics:
 
     def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None:
         self._generation_tokens.inc(num_tokens)
-        self._next_token.observe(since_previous)
+        for _ in range(num_tokens):  # the tokens of one launch come together, and count alike
+            self._next_token.observe(since_previous / num_tokens)
 
     def step(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)

@@ -20,6 +20,7 @@ import uvicorn
 from tpu_serve import __version__
 from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
 from tpu_serve.engine.engine import Engine
+from tpu_serve.runner import background
 from tpu_serve.server.app import create_app
 from tpu_serve.server.info import server_options
 from tpu_serve.server.listening import http_config, listening, tls_options, url_of
@@ -131,7 +132,7 @@ class _Run:
             closer.join(CLOSING)
         if self._state.tracing is not None:
             self._state.tracing.close()
-        self.is_stuck = self._loader.is_alive() or (closer is not None and closer.is_alive())
+        self.is_stuck = self._loader.is_alive() or (closer is not None and closer.is_alive()) or background.is_running()
         if self._code != EXIT_CONFIG:  # which has said everything
             logger.log(logging.ERROR if self._code == EXIT_FAILED else logging.INFO, "Exiting: %s", self._last_line)
         return self._code

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from tpu_serve.scheduler.scheduler import Scheduler
+from tpu_serve.scheduler.data_parallel import AnyScheduler
 
 
 class StatsLine:
     """Compares the scheduler's counters with those of the line before."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: AnyScheduler):
         self._scheduler = scheduler
         self._before = dataclasses.replace(scheduler.stats)
 

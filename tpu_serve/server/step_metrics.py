@@ -42,13 +42,16 @@ class StepMetrics(Collector):
         engine.core.on_step = self._on_step
 
     def _on_step(self, output: SchedulerOutput, seconds: float) -> None:
-        first, last = output.scheduled[0], output.scheduled[-1]  # rows with a single token come first
-        kind = "prefill" if first.length > 1 else "decode" if last.length == 1 else "mixed"
-        self._seconds[kind].observe(seconds)
+        ends = [
+            row.length for rows in output.by_rank for row in rows[:1] + rows[-1:]
+        ]  # rows with a single token come first
+        kind = "prefill" if min(ends) > 1 else "decode" if max(ends) == 1 else "mixed"
+        for _ in range(output.num_steps):  # those of one launch count alike
+            self._seconds[kind].observe(seconds / output.num_steps)
         if self._buckets:
-            num_tokens = output.num_tokens
-            self._num_tokens += num_tokens
-            self._num_places += pick(self._buckets, num_tokens)
+            self._num_tokens += output.num_tokens_in_all
+            in_a_step = len(output.by_rank) * pick(self._buckets, output.num_tokens_of_largest)
+            self._num_places += output.num_steps * in_a_step
 
     def collect(self) -> Iterator[Metric]:
         num_places, num_tokens = self._num_places, self._num_tokens

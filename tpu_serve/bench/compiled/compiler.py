@@ -115,6 +115,11 @@ def _shape_bytes(shape: re.Match[str]) -> int:
     return math.prod(dims) * int(bits or 8) // 8
 
 
+def array_bytes(text: str) -> int:
+    """What the arrays take that a shape of an HLO text names, one or a tuple, scalars left out."""
+    return sum(map(_shape_bytes, _SHAPE.finditer(text)))
+
+
 def copied_bytes(text: str) -> int:
     """Bytes read and written in HBM by the asynchronous copies and slices of an optimised HLO text, each run once.
 

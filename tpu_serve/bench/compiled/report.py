@@ -56,7 +56,7 @@ def bound(analytic: Mapping[str, Any], chip: str, num_devices: int) -> tuple[flo
     return times[limit] * 1e6, limit
 
 
-def _words(process: subprocess.Popen[str], timeout_s: float, stop: threading.Event | None) -> str | None:
+def words_of(process: subprocess.Popen[str], timeout_s: float, stop: threading.Event | None) -> str | None:
     """What a process says until it ends; None when it was killed, after `timeout_s` seconds or because of `stop`."""
     end = time.monotonic() + timeout_s
     try:
@@ -168,7 +168,7 @@ def report(
             text=True,
             errors="replace",
         ) as process:
-            said = _words(process, timeout_s, stop)
+            said = words_of(process, timeout_s, stop)
         if said is None:
             return found | {"error": "stopped" if stop and stop.is_set() else f"no answer after {timeout_s:g} s"}
         if not (folder / "answer.json").exists():

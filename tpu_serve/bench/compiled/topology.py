@@ -68,6 +68,27 @@ def topology(chip: str, num_devices: int) -> Topology:
     return Topology(chip, grid, num_devices)
 
 
+def known_topologies() -> list[str]:
+    """Names of all slices, as in v6e:2x4."""
+    found = [topology(name, size) for name, chip in TPU_CHIPS.items() for size in slice_sizes(chip)]
+    return list(dict.fromkeys(one.name for one in found))
+
+
+def topology_named(name: str) -> Topology:
+    """The whole slice of that name, as in v6e:2x4.
+
+    Raises:
+      ConfigError: there is none; the message has those of the chip, or of all.
+    """
+    known = known_topologies()
+    chip, _, grid = name.partition(":")
+    if name not in known:
+        same_chip = [one for one in known if one.startswith(f"{chip}:")]
+        raise ConfigError(f"there is no topology {name!r}; there are {', '.join(same_chip or known)}.")
+    sides = tuple(map(int, grid.split("x")))
+    return Topology(chip, sides, math.prod(sides) * TPU_CHIPS[chip].devices_per_chip)
+
+
 @contextlib.contextmanager
 def environment(**more: str) -> Iterator[None]:
     """Sets libtpu's environment for a while. It counts when libtpu is first loaded, later changes are not seen."""
@@ -84,17 +105,22 @@ def environment(**more: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def target_devices(wanted: Topology) -> list[Any]:
+def target_devices(wanted: Topology, *, on_one_host: bool = False, flags: str = "") -> list[Any]:
     """Devices that programs can be compiled for and not run on, in the order JAX gives on such a slice.
+
+    Args:
+      on_one_host: all chips belong to one machine; libtpu assumes four on each otherwise.
+      flags: for libtpu, besides those of the environment. Like the rest of it they count when libtpu is first loaded.
 
     Raises:
       ConfigError: libtpu is not installed, or refuses the slice.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("compiling for a TPU needs the package libtpu: pip install 'tpu-serve[tpu]'.")
-    bounds = wanted.host_bounds
+    bounds = (*wanted.grid, 1, 1)[:3] if on_one_host else wanted.host_bounds
     options: dict[str, Any] = {} if bounds is None else {"chips_per_host_bounds": bounds}
-    with environment():
+    more = {"LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()} if flags else {}
+    with environment(**more):
         try:
             described = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **options)
         except jax.errors.JaxRuntimeError as error:

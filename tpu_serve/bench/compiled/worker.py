@@ -19,7 +19,7 @@ from typing import Any
 
 from tpu_serve.bench.compiled.topology import environment, target_devices, topology
 
-_DUMP_FLAGS = (
+DUMP_FLAGS = (
     "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
     "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
 )
@@ -113,7 +113,7 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text())
     folder = Path(request["dump_folder"])
-    flags = f"--xla_jf_dump_to={folder} {_DUMP_FLAGS} {_SCOPE_FLAGS if request.get('scopes') else ''}"
+    flags = f"--xla_jf_dump_to={folder} {DUMP_FLAGS} {_SCOPE_FLAGS if request.get('scopes') else ''}"
     # The persistent cache would answer without compiling, and nothing would be dumped.
     with environment(
         LIBTPU_INIT_ARGS=f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}", JAX_ENABLE_COMPILATION_CACHE="false"

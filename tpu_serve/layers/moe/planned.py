@@ -9,6 +9,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from tpu_serve.device.mesh import by_rank, num_data_ranks
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.fused import Fused
 from tpu_serve.layers.moe.one_device import OneDevice
@@ -37,13 +38,21 @@ class Planned:
     @property
     def padding(self) -> Mapping[str, int]:
         """Multiples to which logical axes of the expert weights must be filled up with zeros when they are loaded."""
-        if self.planner.may_run_kernel:
+        # Whole lanes on a TPU whatever runs there: XLA chooses an order of the dimensions in which it has to fill up least, and would turn
+        # weights round in every step.
+        if self.planner.may_run_kernel or self.fused.chip.is_tpu:
             return self.fused.padding(self.planner.layer)
         chosen = self.others.get(self.planner.policy.backend)
         return MappingProxyType({}) if chosen is None else chosen.padding
 
     def __call__(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-        """[T, H] -> [T, H] in the type of x."""
+        """[T, H] -> [T, H] in the type of x, T being the tokens of all data ranks. Every device gets all of them for its experts, and
+        afterwards each rank goes on with its own."""
+        out = self._run(x, routing, weights)
+        mesh = self.fused.mesh
+        return out if num_data_ranks(mesh) == 1 else jax.lax.with_sharding_constraint(out, by_rank(mesh))
+
+    def _run(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         plan = self.planner.plan(len(x))
         if plan.path == "fused":
             return self.fused.run(plan, x, routing, weights)

@@ -1,0 +1,62 @@
+"""The file in which `bench models` keeps what it found about programs, in the order of completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tpu_serve.bench.journal_file import Contents, JournalFile
+from tpu_serve.bench.models.cells import Job
+from tpu_serve.bench.models.rows import FAILED, Program
+
+NOTE = (
+    "Compiled for the named slices and modelled from the compiled schedules; nothing here was measured on a TPU. Bytes of temporaries and code, "
+    "collectives and seconds of this machine are the compiler's; times of steps are simulated or calculated."
+)
+CONTENTS = Contents("tpu-serve bench models", NOTE, "--output", "program")
+
+
+class Journal:
+    """A `JournalFile` of programs. Use as a context manager.
+
+    Attributes:
+      kept: programs of an earlier run, those that failed left out.
+    """
+
+    def __init__(self, path: Path, jobs: Sequence[Job], *, resume: bool):
+        """Opens a file, to be replaced or, with `resume` and if it is there, continued. Nothing in it changes before the context is entered.
+
+        Raises:
+          ConfigError: the file cannot be written, or cannot be continued.
+        """
+        self.kept: dict[Job, Program] = {}
+        self._jobs = jobs
+        self._file = JournalFile(path, CONTENTS, self._take if resume else None)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        asked, found = line["job"], line["found"]
+        for job in self._jobs:
+            if job.as_json() == asked:
+                self.kept.pop(job, None)
+                program = Program(job, found)
+                if program.outcome != FAILED:
+                    self.kept[job] = program
+
+    def __enter__(self) -> Journal:
+        self._file.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, program: Program) -> None:
+        """Writes a program and waits until it is on the disk.
+
+        Raises:
+          ConfigError: it is not.
+        """
+        self._file.write({"job": program.job.as_json(), "found": program.found})
