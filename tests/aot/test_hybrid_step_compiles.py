@@ -32,23 +32,22 @@ CONFIG = {
 TOKENS, ROWS = 64, 64
 
 
-@pytest.mark.parametrize(("chip", "num_devices"), [("v6e", 4), ("tpu7x", 2)])
-def test_nothing_has_the_size_of_the_states(tmp_path, chip, num_devices):
+def test_nothing_has_the_size_of_the_states(tmp_path):
+    num_devices = 4
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = EngineConfig.from_options(
         model=str(tmp_path), load_format="dummy", tensor_parallel_size=num_devices, num_pages=300, token_buckets=(TOKENS,),
         max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, moe_backend="ragged",
     )  # fmt: skip
-    devices = target_devices(topology(chip, num_devices))
+    devices = target_devices(topology("v6e", num_devices))
     design = design_engine(config, read_config(tmp_path), chip_of(devices[0]), make_mesh(devices))
     programs = make_programs(config, design, design.plan(config), Allowed(CONFIG["vocab_size"]))
     (pool,) = [x for x in jax.tree.leaves(programs.state) if x.ndim == 4 and x.dtype == "float32"]
     pool_bytes = math.prod(pool.shape) * 4 // num_devices
     compiled = programs.lower(TOKENS).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    # assert len(re.findall(r"%gated_delta_rule[\w.]* = ", text)) == 1
+    assert len(re.findall(r"%gated_delta_rule[\w.]* = ", text)) == 1
     assert memory.alias_size_in_bytes > pool_bytes > 32 * MIB
-    print("TEMP", memory.temp_size_in_bytes, pool_bytes)
     assert memory.temp_size_in_bytes < pool_bytes / 4
     assert [str(one) for one in copies(text, 4 * MIB)] == []
     in_layer = [one for one in collectives(text) if one.scope.startswith("delta_net")]
