@@ -73,7 +73,9 @@ def experts_by_capacity(x: jax.Array, routing: Routing, weights: ExpertWeights) 
     ids, share = routing.expert_ids.reshape(-1), routing.weights.reshape(-1)
     chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.int32)
     place = ((jnp.cumsum(chosen, axis=0) - 1) * chosen).sum(axis=1)
-    imbalance = num_experts * top_k * (chosen.mean(axis=0) * (chosen * share[:, None]).mean(axis=0)).sum()
+    imbalance = (
+        num_experts * top_k * (chosen.mean(axis=0) * (chosen.astype(share.dtype) * share[:, None]).mean(axis=0)).sum()
+    )
     slot = jnp.where(place < capacity, ids * capacity + place, num_experts * capacity)
     sources = jnp.arange(num_tokens * top_k, dtype=jnp.int32) // top_k
     taken = x[jnp.zeros(num_experts * capacity, jnp.int32).at[slot].set(sources, mode="drop")]

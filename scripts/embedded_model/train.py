@@ -34,6 +34,7 @@ import optax
 from folder import SEED, export, make_tokenizer, sample_texts, write_folder
 from objective import loss
 from rows import NUM_ROWS, ROW, Rows
+from score import score, served
 from tqdm import tqdm
 
 from tpu_serve.device.mesh import make_mesh
@@ -80,6 +81,10 @@ def main() -> int:
     given = parser.parse_args()
     first_steps = num_steps_of(given.tokens)
     num_steps = first_steps + num_steps_of(given.more_tokens)
+    if first_steps <= WARM_UP or num_steps == first_steps:
+        parser.error(
+            f"--tokens must make more than {WARM_UP} steps of {ROW * NUM_ROWS} tokens, and --more-tokens at least one"
+        )
     state_folder = given.out / "training"
     if given.resume and not (state_folder / "state.pickle").is_file():
         sys.exit(f"--resume: {state_folder} holds no state; leave it out to start.")
@@ -139,7 +144,9 @@ def main() -> int:
             save(training, state_folder)
             export(training.params, model, given.out / "model.safetensors")
     bar.close()
-    print(f"held-out loss {line['held_out']} nats a token; score it with scripts/embedded_model/score.py")
+    print(f"held-out loss {float(evaluate(training.params, *held_out)):.4f} nats a token")
+    with served(str(given.out)) as url:
+        score(url)
     return 0
 
 

@@ -30,19 +30,19 @@ class Allowing:
 
     is_finished = False
 
-    def __init__(self, rule, follows=True, place=0):
-        self.rule, self.follows, self.place = rule, follows, place
+    def __init__(self, rule, follows=True, place=0, size=VOCABULARY):
+        self.rule, self.follows, self.place, self.size = rule, follows, place, size
 
     @property
     def mask(self):
-        return mask_of([token_id for token_id in range(VOCABULARY) if self.rule(token_id, self.place)], VOCABULARY)
+        return mask_of([token_id for token_id in range(self.size) if self.rule(token_id, self.place)], self.size)
 
     def accept(self, token_id):
         assert self.rule(token_id, self.place)
         self.place += self.follows
 
     def copy(self):
-        return Allowing(self.rule, self.follows, self.place)
+        return Allowing(self.rule, self.follows, self.place, self.size)
 
 
 def ask(name, length, **values):

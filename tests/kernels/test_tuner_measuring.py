@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tpu_serve.device.chip import cpu_chip
-from tpu_serve.device.mesh import make_mesh
+from tpu_serve.device.mesh import EXPERT_AXIS, expert_mesh, make_mesh
 from tpu_serve.kernels.fused_moe_v2 import reference
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.kernels.fused_moe_v2.tolerance import Errors, errors
@@ -40,10 +40,10 @@ def test_a_tiny_layer_in_a_process_of_its_own(tmp_path):
 
 def test_xlas_layer_computes_the_same_and_leaves_tokens_where_they_are():
     problem = Problem(16, 8, 3, 130, 128, 4)
-    mesh = make_mesh(jax.devices()[:4])
+    mesh = expert_mesh(make_mesh(jax.devices()[:4]))
     x, shares = inputs.tokens_and_weights(problem)
     ids, weights = inputs.expert_ids(problem, ROUTINGS[1]), inputs.expert_weights(problem)
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "model")))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(EXPERT_AXIS))
     arguments = [jax.device_put(array, split) for array in (x, ids, shares, weights)]
     result = jax.jit(xla_layer(problem, mesh, cpu_chip()))(*arguments)
     assert result.sharding.is_equivalent_to(split, 2)

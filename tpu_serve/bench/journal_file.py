@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 from tpu_serve import __version__
 from tpu_serve.config import ConfigError
@@ -149,3 +150,23 @@ class JournalFile:
     def close(self) -> None:
         with self._lock:
             self._file.close()
+
+
+class Journal:
+    """What keeps things of one kind in a `JournalFile`. Use as a context manager: nothing in the file changes before the context is entered.
+
+    Args:
+      file: to be written.
+    """
+
+    def __init__(self, file: JournalFile):
+        self._file = file
+
+    def __enter__(self) -> Self:
+        self._file.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

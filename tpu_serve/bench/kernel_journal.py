@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from tpu_serve.bench import journal_file
 from tpu_serve.bench.journal_file import Contents, JournalFile
 from tpu_serve.bench.kernel_cells import Cell
 from tpu_serve.bench.kernel_rows import Row
@@ -15,7 +15,7 @@ from tpu_serve.bench.kernel_table import NOTE
 CONTENTS = Contents("tpu-serve bench kernels", NOTE, "--output-json", "row")
 
 
-class Journal:
+class Journal(journal_file.Journal):
     """A `JournalFile` of rows. Use as a context manager.
 
     Attributes:
@@ -34,7 +34,7 @@ class Journal:
         """
         self.kept: dict[tuple[str, str], Row] = {}
         self._cells, self._mode = {cell.key: cell for cell in cells}, mode
-        self._file = JournalFile(path, CONTENTS, self._take if resume else None)
+        super().__init__(JournalFile(path, CONTENTS, self._take if resume else None))
 
     def _take(self, line: dict[str, Any]) -> None:
         key = line["kernel"], line["label"]
@@ -44,15 +44,6 @@ class Journal:
         self.kept.pop(key, None)
         if line["outcome"] != "failed":
             self.kept[key] = Row(self._cells[key], *found)
-
-    def __enter__(self) -> Journal:
-        self._file.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def add(self, row: Row) -> None:
         """Writes a row and waits until it is on the disk.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_serve.cli.options import add_engine_options, add_others, engine_config, log_notes
 from tpu_serve.config import ConfigError, EngineConfig
-from tpu_serve.config.engine import LAUNCH_BARRIER
+from tpu_serve.config.compile import LAUNCH_BARRIER
 
 if TYPE_CHECKING:
     from tpu_serve.engine.precompile import Kept

@@ -4,18 +4,18 @@ The command line, `LLM(...)` and `/metrics` all read this one declaration. Check
 environment variables in the package happen here too.
 """
 
+from tpu_serve.config.compile import CompileOptions
 from tpu_serve.config.engine import (
     EMBEDDED_MODEL,
     AttentionOptions,
     CacheOptions,
-    CompileOptions,
     EngineConfig,
     ModelOptions,
-    ParallelOptions,
     SchedulerOptions,
     engine_options,
 )
 from tpu_serve.config.moe import MoEOptions
+from tpu_serve.config.parallel import ParallelOptions
 from tpu_serve.config.sampling import SamplingOptions
 from tpu_serve.config.server import ServerConfig
 from tpu_serve.option import ConfigError

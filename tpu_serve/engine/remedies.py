@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_serve.config import ConfigError, EngineConfig
-from tpu_serve.config.engine import MESH_AXES
+from tpu_serve.config.parallel import MESH_AXES
 from tpu_serve.device.chip import slice_sizes
 from tpu_serve.engine.design import Design
 

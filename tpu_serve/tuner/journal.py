@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from tpu_serve.bench import journal_file
 from tpu_serve.bench.journal_file import Contents, JournalFile
 from tpu_serve.moe_plan.key import config_to_json
 from tpu_serve.tuner.jobs import Job
@@ -21,7 +21,7 @@ NOTE = (
 CONTENTS = Contents("tpu-serve tune", NOTE, "--journal", "try")
 
 
-class Journal:
+class Journal(journal_file.Journal):
     """A `JournalFile` of tries. Use as a context manager.
 
     Attributes:
@@ -36,7 +36,7 @@ class Journal:
           ConfigError: the file cannot be written, or cannot be continued.
         """
         self._kept: dict[str, Trial] = {}
-        self._file = JournalFile(path, CONTENTS, self._take if resume else None)
+        super().__init__(JournalFile(path, CONTENTS, self._take if resume else None))
 
     @property
     def num_kept(self) -> int:
@@ -51,15 +51,6 @@ class Journal:
         self._kept.pop(what, None)
         if trial.outcome != FAILED:
             self._kept[what] = trial
-
-    def __enter__(self) -> Journal:
-        self._file.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def kept(self, what: dict[str, Any]) -> Trial | None:
         """What came of a try, by `what_of`, if it is there and need not be done again."""

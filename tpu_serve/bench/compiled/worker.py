@@ -13,13 +13,13 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tpu_serve.bench.compiled.topology import environment, target_devices, topology
 
-DUMP_FLAGS = (
+_DUMP_FLAGS = (
     "--xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
     "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
 )
@@ -110,10 +110,17 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(request_path: str, answer_path: str) -> None:
+def main(
+    request_path: str, answer_path: str, answer: Callable[[Mapping[str, Any], Path], dict[str, Any]] = answer
+) -> None:
+    """Answers a request with the compiler's dump switched on.
+
+    Args:
+      answer: makes the answer of the request and the folder of the dump.
+    """
     request = json.loads(Path(request_path).read_text())
     folder = Path(request["dump_folder"])
-    flags = f"--xla_jf_dump_to={folder} {DUMP_FLAGS} {_SCOPE_FLAGS if request.get('scopes') else ''}"
+    flags = f"--xla_jf_dump_to={folder} {_DUMP_FLAGS} {_SCOPE_FLAGS if request.get('scopes') else ''}"
     # The persistent cache would answer without compiling, and nothing would be dumped.
     with environment(
         LIBTPU_INIT_ARGS=f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}", JAX_ENABLE_COMPILATION_CACHE="false"
@@ -126,4 +133,4 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])

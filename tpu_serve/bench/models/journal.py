@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from tpu_serve.bench import journal_file
 from tpu_serve.bench.journal_file import Contents, JournalFile
 from tpu_serve.bench.models.cells import Job
 from tpu_serve.bench.models.rows import FAILED, Program
@@ -18,7 +18,7 @@ NOTE = (
 CONTENTS = Contents("tpu-serve bench models", NOTE, "--output", "program")
 
 
-class Journal:
+class Journal(journal_file.Journal):
     """A `JournalFile` of programs. Use as a context manager.
 
     Attributes:
@@ -33,7 +33,7 @@ class Journal:
         """
         self.kept: dict[Job, Program] = {}
         self._jobs = jobs
-        self._file = JournalFile(path, CONTENTS, self._take if resume else None)
+        super().__init__(JournalFile(path, CONTENTS, self._take if resume else None))
 
     def _take(self, line: dict[str, Any]) -> None:
         asked, found = line["job"], line["found"]
@@ -43,15 +43,6 @@ class Journal:
                 program = Program(job, found)
                 if program.outcome != FAILED:
                     self.kept[job] = program
-
-    def __enter__(self) -> Journal:
-        self._file.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def add(self, program: Program) -> None:
         """Writes a program and waits until it is on the disk.

@@ -5,8 +5,6 @@ REQUEST and ANSWER are JSON files. The compiler reads LIBTPU_INIT_ARGS once in a
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 import time
@@ -15,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_serve.bench.compiled.compiler import one_line
-from tpu_serve.bench.compiled.topology import environment, target_devices, topology
-from tpu_serve.bench.compiled.worker import DUMP_FLAGS, read_dump
+from tpu_serve.bench.compiled.topology import target_devices, topology
+from tpu_serve.bench.compiled.worker import main, read_dump
 from tpu_serve.bench.models.cells import all_layers
 from tpu_serve.bench.models.step import Step
 from tpu_serve.config import ConfigError
@@ -155,20 +153,5 @@ def _bound(target: Any, ici_bytes: float) -> dict[str, Any]:
     }
 
 
-def main(request_path: str, answer_path: str) -> None:
-    request = json.loads(Path(request_path).read_text())
-    folder = Path(request["dump_folder"])
-    flags = f"--xla_jf_dump_to={folder} {DUMP_FLAGS}"
-    # The persistent cache would answer without compiling, and nothing would be dumped.
-    with environment(
-        LIBTPU_INIT_ARGS=f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}", JAX_ENABLE_COMPILATION_CACHE="false"
-    ):
-        import jax
-
-        jax.config.update("jax_enable_compilation_cache", False)
-        found = answer(request, folder)
-    Path(answer_path).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], answer)
