@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,11 @@ MAX_NAMES = 10
 
 DERIVED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 """Patterns of tensors that older checkpoints hold beside the weights: what config.json says already."""
+
+OUTPUT_TABLE = "lm_head.weight"
+
+ROWS_COMPARED = 4096
+"""At a time."""
 
 ANOTHER_MODEL = "config.json and the weights are not of one model."
 
@@ -92,6 +97,27 @@ def choose_sources(files: TensorFiles, specs: Any, ignore: Sequence[str]) -> dic
 def _changes_nothing(files: TensorFiles, name: str) -> bool:
     """Whether a tensor is a bias of zeros: GPTQ's tools write one for every linear layer, whether it has a bias or not."""
     return name.endswith(".bias") and len(files.info(name)[1]) == 1 and not np.any(files.read(name))
+
+
+def check_tied(files: TensorFiles, sources: Mapping[str, Source]) -> None:
+    """Raises ConfigError where a model uses its embedding as the output table too, and the checkpoint has another output table."""
+    if "lm_head" in sources or "embedding" not in sources:
+        return
+    embedding = sources["embedding"].keys[0]
+    for name in (name for name in files.names if name.endswith(OUTPUT_TABLE)):
+        if not _are_equal(files, name, embedding):
+            raise ConfigError(
+                f"{name} in {files.path(name)} is not the same as {embedding}, but config.json says that the model uses one for both. "
+                "If it does not, say --hf-overrides '{\"tie_word_embeddings\": false}'."
+            )
+
+
+def _are_equal(files: TensorFiles, name: str, other: str) -> bool:
+    shape = files.info(name)[1]
+    if files.info(other)[1] != shape:
+        return False
+    parts = (slice(start, min(start + ROWS_COMPARED, shape[0])) for start in range(0, shape[0], ROWS_COMPARED))
+    return all(np.array_equal(files.read(name, rows), files.read(other, rows)) for rows in parts)
 
 
 def check_header(files: TensorFiles, path: str, spec: ParamSpec, source: Source) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tpu_serve.checkpoint.accounting import TensorFiles, check_header, choose_sources
+from tpu_serve.checkpoint.accounting import TensorFiles, check_header, check_tied, choose_sources
 from tpu_serve.checkpoint.placing import PIECE_BYTES, Share, Transfers
 from tpu_serve.checkpoint.quantising import OnQuantised, RowQuantiser
 from tpu_serve.checkpoint.reading import Box, WeightReader, grown
@@ -38,7 +38,8 @@ def load_params(
     """The tree of `specs` as device arrays read from a checkpoint.
 
     Each weight comes from the first of its sources whose tensors all exist and have the shape that it names. Everything that can be
-    known from the files' headers is checked before any value is read. A device's share of a weight is read, transformed and sent alone;
+    known from the files' headers is checked before any value is read; an output table that should be the embedding is compared with it.
+    A device's share of a weight is read, transformed and sent alone;
     the host holds about twice `PIECE_BYTES` of them, as far as sources can be read in parts. Weights with a format are quantised row by
     row from float32; where the checkpoint view has a method `stored` and what it gives fits the format, they keep every bit.
 
@@ -58,6 +59,7 @@ def load_params(
     sources = choose_sources(files, specs, ignore)
     for path, spec in iterate(specs):
         check_header(files, path, spec, sources[path])
+    check_tied(files, sources)
     shardings = {path: _shardings(path, spec, mesh, rules) for path, spec in iterate(specs)}
     total = sum(files.num_bytes(key) for source in sources.values() for key in source.keys)
     done = 0
