@@ -112,7 +112,7 @@ def quantised(cache: jax.Array, stored: str) -> QuantisedArray:
 
 
 @functools.cache
-def simulated(case: Case) -> Simulation:
+def simulated(case: Case, detect_races: bool = True) -> Simulation:
     """The kernel compiled for a case; `run` takes q, k, v, cache and batch."""
     assert supports(case.problem, cpu_chip()) is None
 
@@ -122,7 +122,7 @@ def simulated(case: Case) -> Simulation:
             sinks=case.sinks(), soft_cap=case.soft_cap, config=case.config,
         )  # fmt: skip
 
-    return Simulation(kernel)
+    return Simulation(kernel, detect_races=detect_races)
 
 
 def written(case: Case, k: Any, v: Any, cache: Any, batch: Batch) -> Any:

@@ -3,13 +3,18 @@
 Compiling a simulated kernel takes far longer than running it, so each meets many steps.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_inputs import NUM_PAGES, Case, expected, simulated, written
 
-from tpu_serve.kernels.ragged_paged_attention.config import Config
+from tpu_serve.device.chip import TPU_CHIPS
+from tpu_serve.kernels.ragged_paged_attention import config, kernel, op, tables
+from tpu_serve.kernels.ragged_paged_attention.cases import problem
+from tpu_serve.kernels.ragged_paged_attention.config import Config, heuristic, smem_bytes, tables_stay
 
 PAIR = Case(4, 2, 8)
 CASES = {
@@ -31,13 +36,13 @@ STEPS = {
 }
 
 
-def check(case, batch, arrays, allow_nan=False):
+def check(case, batch, arrays, allow_nan=False, simulation=None):
     """Values and cache; returns what came out of the last run."""
     q, k, v, cache = arrays
     right = written(case, k, v, cache, batch)
     wanted = expected(case, q, jax.tree.map(jnp.asarray, right), batch)
     tolerance = 2e-5 if case.dtype == "float32" else 2e-2
-    for out, new in simulated(case).run(q, k, v, cache, batch, allow_nan=allow_nan):
+    for out, new in (simulation or simulated(case)).run(q, k, v, cache, batch, allow_nan=allow_nan):
         assert out.dtype == q.dtype
         assert out.shape == q.shape
         np.testing.assert_allclose(np.asarray(out, np.float32), wanted, atol=tolerance, rtol=tolerance)
@@ -73,6 +78,23 @@ def vars_of(batch):
     return {name: getattr(batch, name) for name in batch.__dataclass_fields__}
 
 
+def test_rows_that_have_stopped_race_for_the_padding_page_only():
+    """As in a launch of several decode steps: such rows see one token, and all write to page 0 at once, which only they read."""
+    case = Case(2, 1, 8, num_rows=12, num_tokens=16, max_pages=4, config=Config(16, 1, 1, 2, 2, 2))
+    batch, stopped = case.batch([(4 + 2 * row, 1) for row in range(12)]), np.array([1, 2, 4, 10])
+    beside = stopped % case.page_size
+    changed = {
+        "kv_index": batch.kv_index.at[0, stopped].set(beside), "page_table": batch.page_table.at[0, stopped].set(0),
+        "kv_lens": batch.kv_lens.at[stopped].set(1), "positions": batch.positions.at[stopped].set(0),
+    }  # fmt: skip
+    batch, (q, k, v, cache) = dataclasses.replace(batch, **changed), case.arrays(5)
+    right = written(case, k, v, cache, batch)
+    wanted, goes_on = expected(case, q, jnp.asarray(right), batch), np.setdiff1d(np.arange(12), stopped)
+    for out, pages in simulated(case, detect_races=False).run(q, k, v, cache, batch):
+        np.testing.assert_allclose(out[goes_on], wanted[goes_on], atol=2e-5)
+        np.testing.assert_array_equal(pages[1:], right[1:])
+
+
 @pytest.mark.parametrize("name", ["pairs of heads", "one KV head, a window, sinks", "key and value apart, a soft cap"])
 def test_what_a_token_does_not_see_may_be_anything(name):
     """Everything that no token of this step sees holds NaN, and so does one token of a chunk, which only those behind it see."""
@@ -94,3 +116,25 @@ def test_what_a_token_does_not_see_may_be_anything(name):
         nan = np.isnan(np.asarray(out, np.float32)).all(axis=(1, 2))
         np.testing.assert_array_equal(np.flatnonzero(nan), np.arange(at, last))
         assert bad
+
+
+def test_page_tables_that_scalar_memory_does_not_hold(monkeypatch):
+    """They come in pieces, here of 4 pages, so that sequences have several."""
+    for module in (config, kernel, op, tables):
+        monkeypatch.setattr(module, "TABLE_CHUNK", 4)
+    monkeypatch.setattr(config, "MOST_TABLE_BYTES", 0)
+    case = Case(2, 1, 8, config=Config(16, 2, 2, 2, 2), num_tokens=32)
+    assert not tables_stay(case.problem)
+    simulation = simulated.__wrapped__(case)  # not from the cache, where they stay
+    check(case, case.batch([(63, 1), (2, 1), (20, 20)]), case.arrays(1), simulation=simulation)
+
+
+def test_how_problems_are_cut():
+    chip = TPU_CHIPS["v6e"]
+    wide, narrow = problem("Qwen3-30B-A3B", 1, 64, 64), problem("GPT-OSS-120B local", 8, 64, 64)
+    assert heuristic(wide, chip).decode_pieces < heuristic(narrow, chip).decode_pieces, "short sequences go together"
+    assert heuristic(narrow, chip).decode_pages == 2, "a window's keys lie in two pages at most"
+    long = problem("Qwen3-30B-A3B", 4, 64, 64, max_pages=2048)
+    assert tables_stay(wide)
+    assert not tables_stay(long)
+    assert smem_bytes(long) < chip.smem_bytes

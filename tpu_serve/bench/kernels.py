@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpu_serve.bench.attention_cells import RaggedPagedAttention
 from tpu_serve.bench.fused_moe_cells import FusedMoe
 from tpu_serve.bench.kernel_cells import Cell, Kernel
 from tpu_serve.bench.one_device_cells import GroupedMatmul, MoeCombine
 from tpu_serve.config import ConfigError
 from tpu_serve.device.chip import TPU_CHIPS
 
-KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in (FusedMoe(), MoeCombine(), GroupedMatmul())}
+KERNELS: Mapping[str, Kernel] = {
+    kernel.name: kernel for kernel in (FusedMoe(), MoeCombine(), GroupedMatmul(), RaggedPagedAttention())
+}
 
 
 @dataclass(frozen=True, slots=True)

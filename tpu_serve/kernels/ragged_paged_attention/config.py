@@ -27,6 +27,12 @@ TABLE_RING = 16
 WRITE_RING = 8
 """Segments of the first phase that are under way at a time."""
 
+TOKENS_AT_A_TIME = 8
+TOKENS_RING = 4
+"""Decodes' tokens that are written at a time, and so many times those are under way."""
+MOST_TABLE_BYTES = 256 * 1024
+"""Of page tables that are in scalar memory at once."""
+
 Buffers = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -36,8 +42,10 @@ class Config:
 
     Attributes:
       query_tile: tokens of a tile of prompts, a multiple of 16.
-      prefill_pages, decode_pages: pages of a block of keys, a power of two up to 128.
-      prefill_ring, decode_ring: blocks in VMEM, one worked on while the others are on their way.
+      prefill_pages, decode_pages: pages of a block or piece of keys, a power of two up to 128.
+      decode_pieces: that are worked on at once, of one sequence or of several.
+      prefill_ring: blocks in VMEM, one worked on while the others are on their way.
+      decode_ring: so many times those of `decode_pieces` in VMEM.
     """
 
     query_tile: int
@@ -45,53 +53,56 @@ class Config:
     decode_pages: int
     prefill_ring: int = 2
     decode_ring: int = 3
+    decode_pieces: int = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One of the two kinds of work: decodes, in which a tile is one token, or prompts.
+def decode_buffers(problem: Problem, config: Config) -> Buffers:
+    """Shape and type of what the phase of decodes keeps in VMEM: what it allocates, and what `vmem_bytes` counts. By name:
 
-    Attributes:
-      tile: tokens of a tile.
-      rows: rows of a tile's matrix of queries: outer and inner dimension; inner rows of a prompt are tokens.
-      pages, ring: of a block of keys, and blocks in VMEM.
-    """
-
-    is_decode: bool
-    tile: int
-    rows: tuple[int, int]
-    pages: int
-    ring: int
-
-
-def phases(problem: Problem, config: Config) -> tuple[Phase, Phase]:
-    """Decodes and prompts, in the order in which they run."""
-    return (
-        Phase(True, 1, (1, problem.decode_rows), config.decode_pages, config.decode_ring),
-        Phase(False, config.query_tile, (problem.group, config.query_tile), config.prefill_pages, config.prefill_ring),
-    )
-
-
-def phase_buffers(problem: Problem, phase: Phase) -> Buffers:
-    """Shape and type of what a phase of attention keeps in VMEM: what it allocates, and what `vmem_bytes` counts. By name:
-
-    pages: a ring of blocks of pages. scales: theirs.
-    queries: a ring of tiles. out: two tiles of results, one on its way.
+    pages: a ring of pieces. scales: theirs.
+    queries, out: of all decodes; one result more, for pieces that there are not.
     total, normaliser, highest: the softmax under way, the last two the same in all lanes.
     """
-    p, heads, (outer, inner) = problem, problem.num_kv_heads, phase.rows
-    statistics = (heads, outer * inner, min(LANES, p.query_lanes))
+    p, rows = problem, (problem.num_kv_heads, problem.decode_rows)
+    ring = config.decode_ring * config.decode_pieces
     held: Buffers = {
-        "pages": ((phase.ring, phase.pages, heads, p.page_size, p.lanes), p.cache_dtype),
-        "queries": ((phase.ring, heads, *phase.rows, p.query_lanes), p.dtype),
-        "out": ((2, heads, *phase.rows, p.query_lanes), p.dtype),
-        "total": ((heads, outer * inner, p.query_lanes), "float32"),
+        "pages": ((ring, config.decode_pages, p.num_kv_heads, p.page_size, p.lanes), p.cache_dtype),
+        "queries": ((p.num_decodes, *rows, p.query_lanes), p.dtype),
+        "out": ((p.num_decodes + 1, *rows, p.query_lanes), p.dtype),
+        **_softmax_buffers(problem, p.decode_rows),
+    }
+    if p.stored is not None:
+        held["scales"] = ((ring, config.decode_pages, p.num_kv_heads, 2, p.page_size), "float32")
+    return held
+
+
+def prefill_buffers(problem: Problem, config: Config) -> Buffers:
+    """The same of the phase of prompts. By name:
+
+    pages: a ring of blocks. scales: theirs.
+    queries: a ring of tiles. out: two tiles of results, one on its way.
+    total, normaliser, highest: as in `decode_buffers`, a row for each query head of a group and token.
+    """
+    p, ring = problem, config.prefill_ring
+    held: Buffers = {
+        "pages": ((ring, config.prefill_pages, p.num_kv_heads, p.page_size, p.lanes), p.cache_dtype),
+        "queries": ((ring, config.query_tile, p.num_heads * p.query_lanes), p.dtype),
+        "out": ((2, config.query_tile, p.num_heads * p.query_lanes), p.dtype),
+        **_softmax_buffers(problem, p.group * config.query_tile),
+    }
+    if p.stored is not None:
+        held["scales"] = ((ring, config.prefill_pages, p.num_kv_heads, 2, p.page_size), "float32")
+    return held
+
+
+def _softmax_buffers(problem: Problem, rows: int) -> Buffers:
+    p = problem
+    statistics = (p.num_kv_heads, rows, min(LANES, p.query_lanes))
+    return {
+        "total": ((p.num_kv_heads, rows, p.query_lanes), "float32"),
         "normaliser": (statistics, "float32"),
         "highest": (statistics, "float32"),
     }
-    if p.stored is not None:
-        held["scales"] = ((phase.ring, phase.pages, heads, 2, p.page_size), "float32")
-    return held
 
 
 def write_buffers(problem: Problem) -> Buffers:
@@ -111,6 +122,23 @@ def write_buffers(problem: Problem) -> Buffers:
     return held
 
 
+def write_decode_buffers(problem: Problem) -> Buffers:
+    """Shape and type of what writing decodes' tokens keeps in VMEM. By name:
+
+    pages: a ring of granules, before and after. scales: theirs, of whole segments.
+    new: keys and values of all decodes. new_scales: theirs, in all lanes.
+    """
+    p, ring = problem, (TOKENS_RING, TOKENS_AT_A_TIME, problem.num_kv_heads)
+    held: Buffers = {
+        "pages": ((*ring, p.granule, p.lanes), p.cache_dtype),
+        "new": ((p.num_decodes * p.num_kv_heads, p.lanes), "float32"),
+    }
+    if p.stored is not None:
+        held["scales"] = ((*ring, 2, p.segment), "float32")
+        held["new_scales"] = ((p.num_decodes, p.num_kv_heads, 2, p.segment), "float32")
+    return held
+
+
 def buffer_bytes(buffers: Buffers) -> int:
     """With the last two dimensions padded to whole registers."""
 
@@ -124,21 +152,40 @@ def buffer_bytes(buffers: Buffers) -> int:
 def vmem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of VMEM that the kernel takes: the phases, one after another in the same place, and the values of their products."""
     p = problem
-    needed = [buffer_bytes(write_buffers(p))]
-    for phase in phases(p, config):
-        rows, keys = math.prod(phase.rows), phase.pages * p.page_size
-        scores = 3 * rows * keys * 4 + rows * keys * BYTES[p.dtype]
-        values = 2 * keys * p.lanes * (BYTES[p.dtype] + 4) + 2 * rows * p.query_lanes * 4
-        needed.append(buffer_bytes(phase_buffers(p, phase)) + scores + values)
+
+    def products(rows: int, keys: int) -> int:
+        scores = rows * keys * (3 * 4 + BYTES[p.dtype])
+        return scores + 2 * keys * p.lanes * (BYTES[p.dtype] + 4) + 2 * rows * p.query_lanes * 4
+
+    keys = config.decode_pages * p.page_size * config.decode_pieces * p.num_kv_heads
+    tile = buffer_bytes({"queries": ((p.group * config.query_tile, p.query_lanes), p.dtype)})
+    needed = (
+        buffer_bytes(write_buffers(p)),
+        buffer_bytes(write_decode_buffers(p)),
+        buffer_bytes(decode_buffers(p, config)) + products(p.decode_rows, keys),
+        buffer_bytes(prefill_buffers(p, config))
+        + products(p.group * config.query_tile, config.prefill_pages * p.page_size) + 2 * tile,
+    )  # fmt: skip
     sinks = p.num_kv_heads * p.decode_rows * LANES * 4
     return max(needed) + 2 * sinks + MIB
 
 
+def tables_stay(problem: Problem) -> bool:
+    """Whether all page tables are in scalar memory at once."""
+    return table_bytes(problem) <= MOST_TABLE_BYTES
+
+
+def table_bytes(problem: Problem) -> int:
+    """Of all page tables in whole pieces."""
+    return 4 * problem.num_rows * round_up(problem.max_pages, TABLE_CHUNK)
+
+
 def smem_bytes(problem: Problem) -> int:
-    """Bytes of scalar memory: where tokens and sequences lie, and pieces of page tables."""
+    """Bytes of scalar memory: where tokens and sequences lie, and page tables or pieces of them."""
     p = problem
     numbers = round_up(p.num_tokens, 1024) + 2 * round_up(p.num_rows + 1, 1024) + 1024
-    return 4 * (numbers + TABLE_RING * TABLE_CHUNK * SUBLANES + 1024)
+    tables = table_bytes(p) if tables_stay(p) else 0
+    return tables + 4 * (numbers + TABLE_RING * TABLE_CHUNK * SUBLANES + 1024)
 
 
 def check(problem: Problem, config: Config, chip: Chip) -> str | None:
@@ -150,6 +197,8 @@ def check(problem: Problem, config: Config, chip: Chip) -> str | None:
     for pages in (config.prefill_pages, config.decode_pages):
         if pages < 1 or TABLE_CHUNK % pages:
             return f"a block of {pages} pages does not divide the {TABLE_CHUNK} entries of a piece of a page table"
+    if config.decode_pieces < 1:
+        return "without a piece at a time there is no decoding"
     if min(config.prefill_ring, config.decode_ring) < 2:
         return "with less than two blocks in VMEM nothing is read ahead"
     need, have = smem_bytes(problem), int(SMEM_SHARE * chip.smem_bytes)
@@ -164,8 +213,11 @@ def check(problem: Problem, config: Config, chip: Chip) -> str | None:
 QUERY_ROWS = 1024
 """Rows of a tile's matrix of queries that hide the reading of its keys."""
 PREFILL_KEYS = 512
-DECODE_BYTES = 2**20
-"""Bytes of a decode's block of keys and values: below this the latency of its products is longer than the reading."""
+DECODE_BYTES = 2**21
+"""Bytes of keys and values that are worked on at once by decodes: below this the latency of products is longer than the reading."""
+DECODE_CHAINS = 4
+"""Products, of pieces and KV heads, that hide one another's latency."""
+MOST_DECODE_PIECES = 8
 
 
 def _power_of_two(value: int, at_most: int) -> int:
@@ -203,14 +255,20 @@ def candidates(problem: Problem) -> Iterator[Config]:
     token_bytes = p.num_kv_heads * p.lanes * BYTES[p.cache_dtype]
     tile = round_up(max(QUERY_ROWS // p.group, QUERY_GRANULE), QUERY_GRANULE)
     tile = min(tile, 512, round_up(p.num_tokens, QUERY_GRANULE))
-    prefill_keys, decode_keys = PREFILL_KEYS, max(DECODE_BYTES // token_bytes, 256)
+    whole = DECODE_BYTES // (
+        most_pages * p.page_size * token_bytes
+    )  # sequences, where they hold all that they can or a window shows
+    pieces = _power_of_two(max(DECODE_CHAINS // p.num_kv_heads, whole, 2), MOST_DECODE_PIECES)
+    prefill_keys, decode_keys = PREFILL_KEYS, max(DECODE_BYTES // token_bytes // pieces, 128)
     while True:
         yield Config(
             tile,
             _power_of_two(prefill_keys // p.page_size, most_pages),
             _power_of_two(decode_keys // p.page_size, most_pages),
+            decode_pieces=pieces,
         )
-        if tile == QUERY_GRANULE and max(prefill_keys, decode_keys) <= p.page_size:
+        if tile == QUERY_GRANULE and max(prefill_keys, decode_keys) <= p.page_size and pieces == 1:
             return
         tile = round_up(max(tile // 2, QUERY_GRANULE), QUERY_GRANULE)
         prefill_keys, decode_keys = max(prefill_keys // 2, p.page_size), max(decode_keys // 2, p.page_size)
+        pieces = max(pieces // 2, 1)

@@ -19,6 +19,8 @@ TABLE_CHUNK = 128
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 STORED = ("int8", "float8_e4m3fn")
+LOG2_E = 1.4426950408889634
+"""Exponentials are powers of 2, so scores are to that base."""
 
 
 def ceil_div(value: int, divisor: int) -> int:

@@ -1,29 +1,39 @@
-"""One block of keys and values in the running softmax of a tile."""
+"""One block of keys and values in the running softmax of a tile of prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
-from tpu_serve.kernels.ragged_paged_attention.config import Phase
+from tpu_serve.kernels.ragged_paged_attention.config import Config
 from tpu_serve.kernels.ragged_paged_attention.problem import SUBLANES, Problem
+from tpu_serve.kernels.ragged_paged_attention.products import (
+    F32,
+    MASKED,
+    NOTHING_SEEN,
+    bounded,
+    keys_and_values,
+    product,
+    scales_of,
+    spread,
+)
 from tpu_serve.kernels.ragged_paged_attention.walk import Unit, Walk
 
-F32 = jnp.float32
-MASKED = -1e30
-"""Score of a key that is not seen; far from any real one and finite, so that differences are."""
 LARGEST_FINITE = 3.4e38
 UNROLLED_HEADS = 4
+ZERO_ROWS = SUBLANES
 
 
 class Seen(NamedTuple):
     """Which keys of a block the tokens of a tile see.
 
     Attributes:
-      by_token: bool[tokens of the tile, keys], or [1, keys] where there is one token.
+      by_token: bool[tokens of the tile, keys].
       by_any: bool[keys, 1]: keys that lie among those that the sequence's tokens see.
     """
 
@@ -31,19 +41,9 @@ class Seen(NamedTuple):
     by_any: Any
 
 
-def _spread(column: jax.Array, width: int) -> jax.Array:
-    """[R, L] with equal lanes as [R, width]."""
-    lanes = column.shape[1]
-    if width <= lanes:
-        return column[:, :width]
-    return jnp.concatenate(
-        [column] * (width // lanes) + ([column[:, : width % lanes]] if width % lanes else []), axis=1
-    )
-
-
 @dataclass(frozen=True)
 class Softmax:
-    """Refs in VMEM, see `config.phase_buffers`.
+    """Refs in VMEM, see `config.prefill_buffers`.
 
     Attributes:
       zeros: [8, query lanes] of zeros in the type of the queries.
@@ -51,12 +51,12 @@ class Softmax:
     """
 
     problem: Problem
-    phase: Phase
+    config: Config
     held: dict[str, Any]
     zeros: Any
     sinks: Any
 
-    def _for_heads(self, body: Any) -> None:
+    def _for_heads(self, body: Callable[[Any], None]) -> None:
         heads = self.problem.num_kv_heads
         if heads <= UNROLLED_HEADS:
             for head in range(heads):
@@ -66,39 +66,32 @@ class Softmax:
 
     def begin(self) -> None:
         """Forgets the tile before: nothing has been seen, but for sinks, which are a first key whose value is zero."""
-        held = self.held
-        outer, inner = self.phase.rows
+        held, tile = self.held, self.config.query_tile
+        shape = held["highest"].shape[1:]
 
         def body(head: Any) -> None:
             held["total"][head] = jnp.zeros(held["total"].shape[1:], F32)
-            shape = held["highest"].shape[1:]
             if self.sinks is None:
-                held["highest"][head] = jnp.full(shape, MASKED, F32)
+                held["highest"][head] = jnp.full(shape, NOTHING_SEEN, F32)
                 held["normaliser"][head] = jnp.zeros(shape, F32)
                 return
             held["normaliser"][head] = jnp.ones(shape, F32)
-            if self.phase.is_decode:
-                held["highest"][head] = self.sinks[head][:, : shape[1]]
-                return
-            for one in range(outer):
+            for one in range(self.problem.group):
                 sink = self.sinks[head, one : one + 1, : shape[1]]
-                held["highest"][head, one * inner : (one + 1) * inner] = jnp.broadcast_to(sink, (inner, shape[1]))
+                held["highest"][head, one * tile : (one + 1) * tile] = jnp.broadcast_to(sink, (tile, shape[1]))
 
         self._for_heads(body)
 
     def sees_all(self, at: Unit, walk: Walk) -> Any:
         """Whether every row of the tile sees every key of the block."""
         key = at.piece * walk.width
-        first = at.first + at.shift
-        all_seen = key + walk.width - 1 <= first
+        all_seen = (key + walk.width - 1 <= at.first + at.shift) & (at.end - at.first == self.config.query_tile)
         if walk.window is not None:
             all_seen &= key > at.end - 1 + at.shift - walk.window
-        if self.phase.is_decode:
-            return all_seen
-        return all_seen & (at.end - at.first == self.phase.tile)
+        return all_seen
 
     def seen(self, at: Unit, walk: Walk) -> Seen:
-        tokens = self.phase.tile
+        tokens = self.config.query_tile
         key = at.piece * walk.width + jax.lax.broadcasted_iota(jnp.int32, (tokens, walk.width), 1)
         token = at.tile * tokens + jax.lax.broadcasted_iota(jnp.int32, (tokens, walk.width), 0)
         position = token + at.shift
@@ -117,18 +110,29 @@ class Softmax:
         """
         self._for_heads(lambda head: self._add_head(head, slot, queries_slot, seen))
 
+    def _lanes(self, head: Any, one: int) -> Any:
+        """Of a query head of a group in a tile of queries or results."""
+        lanes = self.problem.query_lanes
+        at = (head * self.problem.group + one) * lanes
+        return pl.ds(at if isinstance(at, int) else pl.multiple_of(at, lanes), lanes)
+
+    def _queries(self, slot: Any, head: Any) -> jax.Array:
+        """[rows, query lanes], query head by query head."""
+        queries = self.held["queries"]
+        return jnp.concatenate(
+            [queries[slot, :, self._lanes(head, one)] for one in range(self.problem.group)], axis=0
+        )  # fmt: skip
+
     def _add_head(self, head: Any, slot: Any, queries_slot: Any, seen: Seen | None) -> None:
         p, held = self.problem, self.held
-        rows, width = held["total"].shape[1], self.phase.pages * p.page_size
-        queries = held["queries"][queries_slot, head].reshape(rows, p.query_lanes)
-        keys, values = self._keys_and_values(slot, head)
-        scores = _product(queries, keys, (1, 1))
+        width = self.config.prefill_pages * p.page_size
+        keys, values = keys_and_values(p, held["pages"], slot, head)
+        scores = product(self._queries(queries_slot, head), keys, (1, 1))
         value_scales = None
         if p.stored is not None:
-            scores *= self._scales(slot, head, 0)
-            value_scales = self._scales(slot, head, 1)
-        if p.soft_cap is not None:
-            scores = p.soft_cap * jnp.tanh(scores / p.soft_cap)
+            scores *= scales_of(held["scales"], slot, head, 0)
+            value_scales = scales_of(held["scales"], slot, head, 1)
+        scores = bounded(p, scores)
         if seen is not None:
             values, spoilt = self._without_nan(values, seen)
             if spoilt is not None:
@@ -136,10 +140,8 @@ class Softmax:
             scores = self._where(seen, scores, MASKED)
         highest = held["highest"][head]
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp(scores - _spread(new_highest, width))
-        if seen is not None:
-            weights = self._where(seen, weights, 0.0)
-        shrink = jnp.exp(highest - new_highest)
+        weights = jnp.exp2(scores - spread(new_highest, width))
+        shrink = jnp.exp2(highest - new_highest)
         total = jnp.sum(weights, axis=1, keepdims=True)
         held["normaliser"][head] = held["normaliser"][head] * shrink + total
         held["highest"][head] = new_highest
@@ -147,35 +149,11 @@ class Softmax:
             weights *= value_scales
             if seen is not None:  # a scale that is not finite belongs to a key that others may not see
                 weights = self._where(seen, weights, 0.0)
-        found = _product(weights.astype(values.dtype), values, (1, 0))
-        held["total"][head] = held["total"][head] * _spread(shrink, p.query_lanes) + found
-
-    def _keys_and_values(self, slot: Any, head: Any) -> tuple[jax.Array, jax.Array]:
-        """[keys, query lanes] each, in the type of the queries; one array twice where they lie in one register."""
-        p = self.problem
-        pages, dtype = self.held["pages"], jnp.dtype(p.dtype)
-
-        def read(lanes: slice) -> jax.Array:
-            found = pages[slot, :, head, :, lanes]
-            found = found.reshape(-1, found.shape[-1])
-            if found.dtype == dtype:
-                return found
-            return found.astype(F32).astype(dtype)
-
-        if p.is_joint:
-            both = read(slice(0, p.lanes))
-            return both, both
-        return read(slice(0, p.head_dim)), read(slice(p.head_dim, p.lanes))
-
-    def _scales(self, slot: Any, head: Any, which: int) -> jax.Array:
-        """f32[1, keys] of keys (0) or values (1)."""
-        scales = self.held["scales"]
-        return jnp.concatenate(
-            [scales[slot, page, head, which : which + 1] for page in range(self.phase.pages)], axis=1
-        )
+        found = product(weights.astype(values.dtype), values, (1, 0))
+        held["total"][head] = held["total"][head] * spread(shrink, p.query_lanes) + found
 
     def _where(self, seen: Seen, scores: jax.Array, otherwise: float) -> jax.Array:
-        shaped = scores.reshape(*self.phase.rows, -1)
+        shaped = scores.reshape(self.problem.group, self.config.query_tile, -1)
         return jnp.where(seen.by_token[None], shaped, otherwise).reshape(scores.shape)
 
     def _without_nan(self, values: jax.Array, seen: Seen) -> tuple[jax.Array, jax.Array | None]:
@@ -184,33 +162,19 @@ class Softmax:
         Weight 0 does not silence a NaN. Of keys that only some of the rows see, the bad ones get to those rows through their score.
         """
         wide = values.astype(F32)
-        if self.phase.is_decode:
-            return jnp.where(seen.by_any, wide, 0.0).astype(values.dtype), None
         good = seen.by_any & (jnp.abs(wide) <= LARGEST_FINITE)
         # Where key and value lie in one register the zeros of the query have met the value already.
-        spoilt = None if self.problem.is_joint else _product(self.zeros[...], values, (1, 1))[:1]
+        spoilt = None if self.problem.is_joint else product(self.zeros[...], values, (1, 1))[:1]
         return jnp.where(good, wide, 0.0).astype(values.dtype), spoilt
 
-    def result(self, head: Any) -> jax.Array:
-        """[rows, query lanes] of the tile, zero in rows that have seen nothing."""
-        held, lanes = self.held, self.problem.query_lanes
-        normaliser = jnp.maximum(held["normaliser"][head], 1e-30)
-        return held["total"][head] / _spread(normaliser, lanes)
-
     def finish(self, slot: Any) -> None:
-        """Puts the tile's results into a slot of `out`."""
-        out = self.held["out"]
+        """Puts the tile's results into a slot of `out`, zero in rows that have seen nothing."""
+        held, tile, lanes = self.held, self.config.query_tile, self.problem.query_lanes
 
         def body(head: Any) -> None:
-            out[slot, head] = self.result(head).reshape(out.shape[2:]).astype(out.dtype)
+            result = held["total"][head] / spread(jnp.maximum(held["normaliser"][head], 1e-30), lanes)
+            for one in range(self.problem.group):
+                rows = result[one * tile : (one + 1) * tile]
+                held["out"][slot, :, self._lanes(head, one)] = rows.astype(held["out"].dtype)
 
         self._for_heads(body)
-
-
-def _product(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if left.dtype == F32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=F32)
-
-
-ZERO_ROWS = SUBLANES

@@ -1,4 +1,4 @@
-"""The first phase: this step's keys and values go into their pages.
+"""The first phase for tokens that are not alone in their sequence: their keys and values go into their pages.
 
 A page can be cut at granules only, so what lies beside the new tokens in their first and last granule is read before it is written again.
 """
@@ -68,7 +68,7 @@ class Writer:
 
     Attributes:
       starts, index: i32[S + 1] and i32[T] in SMEM: where sequences begin in T, and where each token goes in the cache.
-      num_tokens: tokens in use.
+      counts: i32[2] in SMEM, tokens in front that are alone in their sequence, and all tokens.
       arrived, written: semaphores of the ring.
       unwritten: i32[ring] in SMEM, tokens of each slot that are on their way to the cache.
     """
@@ -76,7 +76,7 @@ class Writer:
     problem: Problem
     starts: Any
     index: Any
-    num_tokens: Any
+    counts: Any
     pages: Any
     new: Any
     scales: Any
@@ -106,7 +106,7 @@ class Writer:
         return Segment(token, at.row + jnp.where(done, 1, 0))
 
     def exists(self, at: Segment) -> Any:
-        return at.token < self.num_tokens
+        return at.token < self.counts[1]
 
     def _copies(self, place: Place, slot: Any, semaphore: Any, outward: bool) -> list[Any]:
         """Between a segment of the cache and its slot."""
@@ -212,7 +212,7 @@ class Writer:
 
     def run(self) -> None:
         """All of it: when this returns the cache holds this step's keys and values."""
-        first = Segment(jnp.int32(0), jnp.int32(0))
+        first = Segment(self.counts[0], self.counts[0])
         for slot in range(WRITE_RING):
             self.unwritten[slot] = 0
 
