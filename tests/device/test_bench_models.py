@@ -1,19 +1,25 @@
-"""`bench models` without a compiler: reading a program's text, walking it, going from a few layers to all, and the command around."""
+"""`bench models` without a compiler: reading a program's text, walking it, the bound, and the command around."""
 
+import dataclasses
 import json
 
+import jax
 import pytest
 
 from tpu_serve.bench.compiled.collectives import collectives
 from tpu_serve.bench.compiled.machine import CORES, HBM_EFFICIENCY, LINK_LATENCY_SECONDS
-from tpu_serve.bench.models import cells, rows
+from tpu_serve.bench.models import cells, programs, table
+from tpu_serve.bench.models.bound import least
 from tpu_serve.bench.models.hlo import parse
-from tpu_serve.bench.models.parts import ATTENTION, MOE, OUTPUT, REST, parts_of
+from tpu_serve.bench.models.operands import recurrence_scalars
+from tpu_serve.bench.models.parts import ATTENTION, MOE, OUTPUT, REST, part_of_frames, parts_of
 from tpu_serve.bench.models.step import DECODE, PREFILL, Step
-from tpu_serve.bench.models.timeline import Timeline
-from tpu_serve.bench.models.whole import Extrapolation
+from tpu_serve.bench.models.target import make
+from tpu_serve.bench.models.timeline import Timeline, sent_bytes
 from tpu_serve.cli.main import main
 from tpu_serve.config import ConfigError
+from tpu_serve.device.chip import TPU_CHIPS
+from tpu_serve.kernels.gated_delta_rule.problem import Problem
 
 # A step of one layer as the compiler writes it, shortened: a prefetch, an attention loop with a loop inside, an all-reduce, a kernel, and a
 # conditional that no request takes. Parents of frames are counted from one.
@@ -111,6 +117,8 @@ def test_frames_and_parts():
     assert {name: parts[name] for name in wanted} == wanted
     assert parts["copy-start"] == MOE, "the part that uses what was copied"
     assert parts_of(module, "inner_body", ATTENTION)["scores"] == ATTENTION, "as what it is called from"
+    projection = ("/x/tpu_serve/layers/transformer.py", "linear"), ("/x/tpu_serve/models/gemma4.py", "Gemma4._attend")
+    assert part_of_frames(projection) == ATTENTION
 
 
 def test_a_walk_adds_up():
@@ -157,68 +165,127 @@ def test_steps_see_what_is_there():
     assert Step(DECODE, 4, 100).num_seen(30) == 120
 
 
-def test_layers_are_extrapolated_by_kind():
-    pattern = ("sliding", "sliding", "full") * 3
-    programs = [("sliding", "full"), ("sliding", "sliding", "full"), ("sliding", "full", "full")]
-    values = [100 + 5 * layers.count("sliding") + 7 * layers.count("full") for layers in programs]
-    made = Extrapolation(programs, pattern)
-    assert made.whole(values) == pytest.approx(100 + 5 * 6 + 7 * 3)
-    assert made.of_layers(values) == pytest.approx({"sliding": 5, "full": 7})
-    assert Extrapolation([pattern], pattern).whole([3.0]) == 3.0
-    with pytest.raises(ValueError, match="each kind"):
-        Extrapolation(programs[:2], pattern)
+def test_what_recurrent_layers_are_given():
+    problem = Problem(2048, 256, 1, 4)
+    grid, counts, row, chunk, starts = (
+        recurrence_scalars(Step.of(PREFILL, 2048), problem)["gated_delta_rule"][place] for place in range(5)
+    )
+    assert (grid, counts.tolist()) == (33, [0, 32, 0]), "one sequence in 32 chunks of 64, and the step before them"
+    assert (row[:32].tolist(), chunk[:32].tolist(), starts[:2].tolist()) == ([0] * 32, list(range(32)), [0, 2048])
+    grid, counts = (
+        recurrence_scalars(STEP, dataclasses.replace(problem, num_tokens=64))["gated_delta_rule"][place]
+        for place in range(2)
+    )
+    assert (grid, counts.tolist()) == (1, [64, 0, 0]), "64 tokens that are alone in their row"
 
 
-def test_programs_of_a_cell():
-    (cell,) = cells.select(["Qwen3.5-397B-A17B-FP8"], ["decode8"], None)
-    linear, full = "linear_attention", "full_attention"
-    assert [job.layers for job in cells.jobs(cell)] == [(linear, full), (linear, linear, full), (linear, full, full)]
-    assert len(cells.jobs(cell, is_whole=True)[0].layers) == 60
+def test_cells():
     assert len(cells.select(None, None, None)) == 30, "six models on their slices, five steps"
+    (cell,) = cells.select(["Qwen3.5-397B-A17B-FP8"], ["decode8"], None)
+    assert (cell.slice.num_devices, len(cells.all_layers(cell.model))) == (16, 60)
     with pytest.raises(ConfigError, match="--cells decode7 is unknown"):
         cells.select(None, ["decode7"], None)
 
 
-def answer(job):
-    layers = len(job.layers)
+@pytest.mark.parametrize(
+    ("operation", "wanted"),
+    [
+        ("all-reduce", 2 * 3 / 4 / 2), ("all-gather", 3 / 4 / 2), ("reduce-scatter", 8 * 3 / 4 / 2), ("all-to-all", 3 / 4),
+        ("collective-permute", 1),
+    ],
+)  # fmt: skip
+def test_what_leaves_a_chip_of_two_devices(operation, wanted):
+    (reduced,) = collectives(TEXT)
+    one = dataclasses.replace(reduced, operation=operation, num_devices=8, num_bytes=1000)
+    assert sent_bytes(one, TPU_CHIPS["tpu7x"]) == pytest.approx(1000 * wanted)
+    if operation != "collective-permute":
+        assert sent_bytes(dataclasses.replace(one, num_devices=2), TPU_CHIPS["tpu7x"]) == 0, "it stays in the chip"
+
+
+@pytest.mark.parametrize(("chip", "links"), [("v6e", 2), ("tpu7x", 2 * 2 / 2)])
+def test_the_bound_of_a_published_model(chip, links):
+    """Qwen3-30B-A3B on eight devices, from its sizes: 48 layers, hidden size 2048, 128 experts of 768, 4 KV heads of 128."""
+    target = make(jax.devices(), "Qwen3-30B-A3B", STEP, chip=TPU_CHIPS[chip])
+    found = least(target.design, STEP, target.plan.page_size, ici_bytes=1e6)
+    experts = 128 / 8 * (1 - (1 - 8 / 128) ** 64) * 3 * 2048 * 768
+    attention = 2 * 2048 * 4 * 128 + 2048 * 2 * 128  # queries and output of four heads, keys and values of one
+    router = 2048 * 128
+    head = 151936 / 8 * 2048
+    assert found.weight_bytes == pytest.approx(2 * (48 * (experts + attention + router) + head), rel=0.002)
+    assert found.cache_bytes == 64 * (2048 + 1) * 48 * 2 * 128 * 2
+    products = 64 * (48 * (8 / 8 * 3 * 2048 * 768 + attention + router + 2 * 4 * 128 * 2048) + head)
+    peaks = TPU_CHIPS[chip]
+    assert found.seconds == pytest.approx(
+        {
+            "hbm": (found.weight_bytes + found.cache_bytes) / peaks.hbm_bytes_per_second,
+            "mxu": 2 * products / peaks.peak_ops["bfloat16"],
+            "ici": 1e6 / (links * 1e11),
+        },
+        rel=0.01,
+    )
+
+
+def answer(cell):
     return {
         "error": None, "refusal": False, "memory": {
-            "weights": {"experts": 2**30}, "caches": 2**30, "sampler": 0, "device": 2**35, "pages": [9], "cached_tokens": 10,
+            "weights": {"experts": 2**30}, "caches": 30 * 2**30, "sampler": 0, "device": 2**35, "pages": [9], "cached_tokens": 10,
         },
         "moe": {"way": "fused D", "tiles": "", "reason": "", "format": "bfloat16"},
-        "bytes": {"arguments": 10, "outputs": 10, "temporaries": 5, "aliases": 0, "code": 100 * layers},
-        "seconds": {"trace": [1.0, 1.0], "compile": [3.0, 2.0 + 10.0 * layers], "read": [1.0, 1.0]},
+        "bytes": {"arguments": 10, "outputs": 10, "temporaries": 2**30 + 1, "aliases": 0, "code": 100},
+        "seconds": {"trace": [1.0, 1.0], "compile": [63.0, 52.0], "read": [1.0, 1.0]},
         "walk": {
-            "us": 100.0 + 10.0 * layers, "by_part": {MOE: 10.0 * layers, OUTPUT: 100.0}, "by_origin": {"simulated": 100.0},
-            "waiting_us": 0.0, "hbm_bytes": 1.0, "ici_bytes": 1.0, "collectives": {f"{MOE}/all-reduce": [1.0 + 2.0 * layers, 2.0 * layers]},
-            "kernels": {}, "unread": [], "unknown": [], "loops": [],
+            "us": 580.0, "by_part": {MOE: 480.0, OUTPUT: 100.0}, "by_origin": {"simulated": 290.0}, "waiting_us": 0.0, "hbm_bytes": 1.0,
+            "ici_bytes": 1.0, "collectives": {f"{MOE}/all-reduce": [48.0, 2.0 * 2**20]}, "kernels": {}, "unread": [], "unknown": [], "loops": [],
         },
-        "bound": {"weight_bytes": 1.0, "cache_bytes": 1.0, "seconds": {"hbm": 1e-6 * layers, "mxu": 0.0, "ici": 0.0}},
+        "bound": {"weight_bytes": 1.0, "cache_bytes": 1.0, "seconds": {"hbm": 48e-6, "mxu": 0.0, "ici": 0.0}},
     }  # fmt: skip
 
 
 def test_the_command_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def run(job, timeout_s, stop=None):
-        asked.append(job.layers)
-        return rows.Program(job, {"error": "out of memory"} if len(asked) == 2 else answer(job))
+    def run(cell, timeout_s, stop=None):
+        asked.append(cell.label)
+        return programs.Program(cell, {"error": "out of memory"} if len(asked) == 2 else answer(cell))
 
-    monkeypatch.setattr(rows, "run_job", run)
-    file = tmp_path / "models.jsonl"
-    words = ["bench", "models", "--models", "Qwen3-30B-A3B", "--slices", "v6e:2x4", "--cells", "decode8"]
-    assert main([*words, "--output", str(file)]) == 1, "one of two programs failed"
-    assert "out of memory" in capsys.readouterr().out
-    assert main([*words, "--output", str(file), "--resume"]) == 0
-    assert len(asked) == 3, "what failed is tried again, what did not is kept"
-    (row,) = json.loads(file.with_suffix(".json").read_text())["rows"]
-    assert row["step_us"] == pytest.approx(100 + 48 * 10)
-    assert row["seconds"]["compile"][1] == pytest.approx(2 + 48 * 10)
-    assert row["bound_us"] == pytest.approx(48)
-    assert row["collectives_of_layer"] == {"full_attention": {f"{MOE}/all-reduce": [2.0, 2.0]}}
-    page = file.with_suffix(".md").read_text()
-    assert "| Qwen3-30B-A3B | v6e 2x4 | decode 8 | fused D bfloat16 | 0.58 | 0.05 | hbm | 12.1 | 83% |" in page
-    assert "10 (too few)" in page, "eight sequences of 2048 tokens do not fit ten"
+    monkeypatch.setattr(programs, "run_cell", run)
+    file, page = tmp_path / "models.jsonl", tmp_path / "models.md"
+    words = ["bench", "models", "--models", "Qwen3-30B-A3B", "--slices", "v6e:2x4", "--cells", "decode8", "decode256"]
+    words += ["--output", str(file), "--page", str(page)]
+    assert main(words) == 1, "one of two programs failed"
+    assert "decode 256: failed, out of memory" in capsys.readouterr().out
+    assert "- Qwen3-30B-A3B v6e 2x4 decode 256: failed, out of memory" in page.read_text()
+    assert main([*words, "--resume"]) == 0
+    assert asked[2:] == ["Qwen3-30B-A3B v6e 2x4 decode 256"], "what failed is tried again, what did not is kept"
+    document = json.loads(file.with_suffix(".json").read_text())
+    assert [(row["outcome"], row["num_tokens"], row["walk"]["us"]) for row in document["rows"]] == [
+        ("compiled", 8, 580.0),
+        ("compiled", 256, 580.0),
+    ]
+    text = page.read_text()
+    assert (
+        "```bash\ntpu-serve bench models --models Qwen3-30B-A3B --cells decode8 decode256 --slices v6e:2x4 --page "
+        in text
+    )
+    assert (
+        "| Qwen3-30B-A3B | v6e 2x4 | decode 8 | fused D bfloat16 | 0.58 | 0.05 | hbm | 12.1 | 83% | 0% | 17% | 0% | 50% | - |"
+        in text
+    )
+    assert "| decode 8 | 48 all-reduce 2.00 MiB | - | - | - | - | - | 1 | 52 |" in text
+    assert "32.00 (too much) | 32.00 | 10 (too few) |" in text, "a byte too many, and ten tokens for eight sequences"
+    assert "Not in the tables" not in text
+
+
+def test_what_nobody_has_compiled_yet_is_told_by_model():
+    some = cells.select(["Qwen3-30B-A3B"], ["decode8", "decode256", "prefill2048"], None)
+    found = {
+        cell: programs.Program(cell, answer(cell))
+        for cell in some
+        if cell.step.num_tokens != 256 and cell.slice.chip == "v6e"
+    }
+    page = table.page(some, found, "", {})
+    assert "- Qwen3-30B-A3B v6e 2x4: decode 256 not compiled yet\n" in page
+    assert "- Qwen3-30B-A3B tpu7x 2x2x1: decode 8, decode 256, prefill 2048 not compiled yet\n" in page
 
 
 @pytest.mark.parametrize(
@@ -227,7 +294,7 @@ def test_the_command_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
         (["--models", "Qwen9"], "--models Qwen9 is unknown; known are Qwen3-30B-A3B"),
         (["--resume"], "--resume needs the --output FILE"),
         (["--output", "x.md"], "name a file as in models.jsonl"),
-        (["--whole", "--layers", "2"], "leave one of them out"),
+        (["--page", "nowhere/x.md"], "name a file as in models.md"),
         (["--models", "gpt-oss-120b", "--slices", "tpu7x:2x2x2"], "none of the --models is for one of the --slices"),
     ],
 )

@@ -15,9 +15,9 @@ from tpu_serve.cli.options import positive
 from tpu_serve.config import ConfigError
 
 if TYPE_CHECKING:
-    from tpu_serve.bench.models.cells import Job
+    from tpu_serve.bench.models.cells import Cell
     from tpu_serve.bench.models.journal import Journal
-    from tpu_serve.bench.models.rows import Program, Row
+    from tpu_serve.bench.models.programs import Program
 
 EXAMPLE = """\
 example, of which an interrupted run goes on where it was:
@@ -31,9 +31,9 @@ def add(kinds: Any) -> None:
     models = kinds.add_parser(
         "models",
         help="what the TPU compiler makes of whole models, without a TPU",
-        description="Compiles the steps of published models ahead of time for named slices, from their config.json alone, and prints bytes by kind, "
-        "collectives, seconds to compile, the modelled time of a step beside its bound, and the share of experts, attention and the rest. All layers "
-        "are calculated from programs with a few of each kind unless --whole. Nothing is measured on a TPU.",
+        description="Compiles the steps of published models, all layers, ahead of time for named slices, from their config.json alone, and prints "
+        "bytes by kind, collectives, seconds to compile, the modelled time of a step beside its bound, and the share of experts, attention and the "
+        "rest. A program takes a minute or two of a processor. Nothing is measured on a TPU.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,14 +49,6 @@ def add(kinds: Any) -> None:
         "--slices", metavar="SLICE", **some, help="v6e:2x4, tpu7x:2x2x1, tpu7x:2x2x2 (default: those of each model)"
     )
     models.add_argument(
-        "--layers",
-        metavar="N",
-        type=positive,
-        default=1,
-        help="layers of each kind in the smallest program; others have one more of a kind (default: %(default)s)",
-    )
-    models.add_argument("--whole", action="store_true", help="compile all layers, which takes minutes to hours")
-    models.add_argument(
         "--timeout", metavar="S", type=positive, default=7200, help="seconds for one program (default: %(default)s)"
     )
     models.add_argument(
@@ -66,7 +58,10 @@ def add(kinds: Any) -> None:
         "--output",
         type=Path,
         metavar="FILE.jsonl",
-        help="everything that was found, a program's as soon as it is done; the tables are written beside it as FILE.json and FILE.md",
+        help="everything that was found, a program's as soon as it is done; the rows of the tables are written beside it as FILE.json",
+    )
+    models.add_argument(
+        "--page", type=Path, metavar="FILE.md", help="write the tables as a page, as docs/tpu_programs.md is"
     )
     models.add_argument(
         "--resume",
@@ -79,69 +74,77 @@ def add(kinds: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compiles the cells asked for and prints tables; 1 when a program did not compile."""
     file: Path | None = arguments.output
-    if file is not None and (file.is_dir() or not file.parent.is_dir() or file.suffix in ("", ".json", ".md")):
-        raise ConfigError(
-            f"--output {file} cannot be written: name a file as in models.jsonl, in a folder that exists."
-        )
+    if file is not None:
+        _check_writable("--output", file, "models.jsonl", is_good=file.suffix not in ("", ".json", ".md"))
+    if arguments.page is not None:
+        _check_writable("--page", arguments.page, "models.md", is_good=arguments.page.suffix == ".md")
     if arguments.resume and file is None:
         raise ConfigError("--resume needs the --output FILE that is to be continued.")
-    if arguments.whole and arguments.layers != 1:
-        raise ConfigError(
-            "--layers says how many layers are compiled, and --whole that all are: leave one of them out."
-        )
 
-    from tpu_serve.bench.models import cells, table
+    from tpu_serve.bench.journal_file import versions
+    from tpu_serve.bench.models import table
+    from tpu_serve.bench.models.cells import select
     from tpu_serve.bench.models.journal import Journal
-    from tpu_serve.bench.models.rows import COMPILED, row_of
+    from tpu_serve.bench.models.programs import COMPILED
 
-    wanted = cells.select(arguments.models, arguments.cells, arguments.slices)
-    jobs = {cell: cells.jobs(cell, arguments.layers, is_whole=arguments.whole) for cell in wanted}
-    every = [job for some in jobs.values() for job in some]
-    journal = None if file is None else Journal(file, every, resume=arguments.resume)
-    programs: dict[Job, Program] = {} if journal is None else dict(journal.kept)
+    cells = select(arguments.models, arguments.cells, arguments.slices)
+    journal = None if file is None else Journal(file, cells, resume=arguments.resume)
+    programs: dict[Cell, Program] = {} if journal is None else dict(journal.kept)
     try:
-        _compile(every, programs, journal, arguments)
+        _compile(cells, programs, journal, arguments)
     finally:
-        rows = [row_of(cell, jobs[cell], programs) for cell in wanted]
         if file is not None:
-            _write(file, rows)
-    print(table.text(rows))
-    return int(any(row.outcome != COMPILED for row in rows))
+            rows = [programs[cell].as_json() for cell in cells if cell in programs]
+            whole = {"command": _command(arguments), "versions": versions(), "note": table.NOTE, "rows": rows}
+            _write("--output", file.with_suffix(".json"), json.dumps(whole, indent=1) + "\n")
+        if arguments.page is not None:
+            _write("--page", arguments.page, table.page(cells, programs, _command(arguments), versions()))
+    print(table.text(cells, programs))
+    return int(any(program.outcome != COMPILED for program in programs.values()))
+
+
+def _check_writable(flag: str, file: Path, example: str, *, is_good: bool) -> None:
+    if file.is_dir() or not file.parent.is_dir() or not is_good:
+        raise ConfigError(f"{flag} {file} cannot be written: name a file as in {example}, in a folder that exists.")
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What makes the same tables again, wherever it is run and whatever is there already."""
+    words = ["tpu-serve", "bench", "models"]
+    for flag in ("models", "cells", "slices"):
+        if given := getattr(arguments, flag):
+            words += [f"--{flag}", *given]
+    if arguments.page is not None:
+        words += ["--page", str(arguments.page)]
+    return shlex.join(words)
+
+
+def _write(flag: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file} cannot be written: {error.strerror}.") from None
 
 
 def _compile(
-    jobs: Sequence[Job], programs: dict[Job, Program], journal: Journal | None, arguments: argparse.Namespace
+    cells: Sequence[Cell], programs: dict[Cell, Program], journal: Journal | None, arguments: argparse.Namespace
 ) -> None:
     """Adds the programs that are missing. Each is told, and written to the journal, as it is ready."""
     from tqdm import tqdm
 
-    from tpu_serve.bench.models.rows import sweep
+    from tpu_serve.bench.models.programs import sweep
     from tpu_serve.bench.models.table import short
 
-    missing = [job for job in jobs if job not in programs]
+    missing = [cell for cell in cells if cell not in programs]
     with ExitStack() as stack:
         if journal is not None:
             stack.enter_context(journal)
         if programs:
-            print(f"tpu-serve: {len(programs)} of {len(jobs)} programs are in the file", file=sys.stderr)
-        progress = stack.enter_context(tqdm(total=len(jobs), initial=len(programs), unit="program", disable=None))
+            print(f"tpu-serve: {len(programs)} of {len(cells)} programs are in the file", file=sys.stderr)
+        progress = stack.enter_context(tqdm(total=len(cells), initial=len(programs), unit="program", disable=None))
         for program in stack.enter_context(closing(sweep(missing, arguments.timeout, arguments.jobs))):
             if journal is not None:
                 journal.add(program)
-            programs[program.job] = program
+            programs[program.cell] = program
             tqdm.write(short(program), file=sys.stderr)
             progress.update()
-
-
-def _write(file: Path, rows: Sequence[Row]) -> None:
-    """The tables beside the journal."""
-    from tpu_serve.bench.journal_file import versions
-    from tpu_serve.bench.models import table
-
-    command = shlex.join(["tpu-serve", *sys.argv[1:]])
-    whole = {"command": command, "versions": versions(), "note": table.NOTE, "rows": [row.as_json() for row in rows]}
-    try:
-        file.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
-        file.with_suffix(".md").write_text(table.markdown(rows, command))
-    except OSError as error:
-        raise ConfigError(f"--output {file}: the tables beside it cannot be written: {error.strerror}.") from None

@@ -13,6 +13,7 @@ from tpu_serve.device.mesh import num_shares
 from tpu_serve.device.params import iterate, num_bytes_per_device
 from tpu_serve.engine.design import Design
 from tpu_serve.engine.report import kind_of
+from tpu_serve.kernels.fused_moe_v2.bound import fewest_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ class Least:
         return max(self.seconds.values()) * 1e6
 
 
-def least(design: Design, step: Step, ici_bytes: float, expert_type: str = "bfloat16") -> Least:
+def least(design: Design, step: Step, page_size: int, ici_bytes: float, expert_type: str = "bfloat16") -> Least:
     """Of all layers of a design, as they are placed.
 
     Args:
+      page_size: tokens of a page of the caches.
       expert_type: in which rows enter the experts' products.
-      ici_bytes: that a device sends; what must be sent depends on the program, so it is said by that.
+      ici_bytes: that leave a chip, a device's share of them; what must be sent depends on the program, so it is said by that. Every chip
+        sends as much, and the one with the fewest links decides.
     """
     placement, chip = design.placement, design.placement.chip
     mesh, rules, moe = placement.mesh, placement.rules, design.model.moe
@@ -65,7 +68,7 @@ def least(design: Design, step: Step, ici_bytes: float, expert_type: str = "bflo
                 weight_bytes += size
                 seconds += 2 * step.num_sequences * held / peak
             else:
-                weight_bytes += min(size, tokens * size / held * spec.shape[1])
+                weight_bytes += size * min(1.0, tokens / spec.shape[0])
         else:
             weight_bytes += size
             if len(spec.given) == 2:
@@ -75,18 +78,18 @@ def least(design: Design, step: Step, ici_bytes: float, expert_type: str = "bflo
     heads = num_heads // (num_shares(mesh, rules["heads"]) if "heads" in rules else 1)
     here = placement.cache_on_one_device
     for window in here.windows:
-        token_bytes = here.page_bytes(1, window)
+        token_bytes = here.page_bytes(page_size, window) / page_size
         cache_bytes += token_bytes * (step.num_keys(window) + tokens)
     for layer in here.layers:
         if isinstance(layer, PagedCache):
             seconds += 4 * heads * layer.head_dim * step.num_seen(layer.window) / peak
     if here.has_state:
         cache_bytes += 2 * here.state_bytes * step.num_sequences
-    core = CORES[chip.name]
-    grid = slice_grid(chip, mesh.size) or (1,)
+    links = fewest_links(slice_grid(chip, mesh.size) or (1,)) * CORES[chip.name].mesh_links if chip.is_tpu else 0
+    device_rate = links * chip.link_bytes_per_second / chip.devices_per_chip
     rates = {
         "hbm": (weight_bytes + cache_bytes) / chip.hbm_bytes_per_second,
         "mxu": seconds,
-        "ici": ici_bytes / (core.link_bytes_per_cycle(grid) * core.clock_hz),
+        "ici": ici_bytes / device_rate if links else 0.0,
     }
     return Least(weight_bytes, cache_bytes, rates)

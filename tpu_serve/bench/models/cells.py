@@ -1,8 +1,7 @@
-"""Which programs are compiled: models on slices, steps, and how many layers of which kind."""
+"""Which programs are compiled: models on slices, and steps."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,10 @@ STEPS = {
 }
 """By name; those that say most come first."""
 
-Layers = tuple[str, ...]
-"""The kind of each layer, one after the other."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step of a model on a slice."""
+    """A step of a model on a slice: one program."""
 
     model: str
     slice: Slice
@@ -34,54 +30,18 @@ class Cell:
     def label(self) -> str:
         return f"{self.model} {self.slice.name} {self.step.phase} {self.step.num_tokens}"
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One program of a cell: that of its model with so many layers.
-
-    Attributes:
-      overrides: laid over config.json beside those that cut layers.
-    """
-
-    cell: Cell
-    layers: Layers
-    overrides: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def label(self) -> str:
-        counts = Counter(self.layers)
-        kinds = " + ".join(f"{count} {kind.removesuffix('_attention')}" for kind, count in counts.items())
-        return f"{self.cell.label}: {kinds}"
-
     def as_json(self) -> dict[str, Any]:
-        """What the worker is asked; equal requests are the same job."""
-        cell = self.cell
+        """What the worker is asked; equal requests are the same cell."""
         return {
-            "model": cell.model, "chip": cell.slice.chip, "num_devices": cell.slice.num_devices, "phase": cell.step.phase,
-            "num_tokens": cell.step.num_tokens, "layers": list(self.layers), "overrides": dict(self.overrides),
+            "model": self.model, "chip": self.slice.chip, "num_devices": self.slice.num_devices, "phase": self.step.phase,
+            "num_tokens": self.step.num_tokens,
         }  # fmt: skip
 
 
-def all_layers(model: str) -> Layers:
-    """Of a published model. Where all are alike, config.json names no kinds."""
+def all_layers(model: str) -> list[str]:
+    """The kind of each layer of a published model, one after the other. Where all are alike, config.json names no kinds."""
     config = read_config(folder(model))
-    return tuple(
-        config.get("layer_types", None, kind=list) or ["full_attention"] * config.positive("num_hidden_layers")
-    )
-
-
-def cut(pattern: Layers, counts: dict[str, int]) -> Layers:
-    """Layers of each kind, the kinds in the order in which they first come."""
-    return tuple(kind for kind in dict.fromkeys(pattern) for _ in range(counts[kind]))
-
-
-def jobs(cell: Cell, num_layers: int = 1, *, is_whole: bool = False) -> list[Job]:
-    """The programs from which a cell is calculated: one with `num_layers` layers of each kind, and for each kind one with a layer more."""
-    pattern = all_layers(cell.model)
-    if is_whole:
-        return [Job(cell, pattern)]
-    base = dict.fromkeys(pattern, num_layers)
-    return [Job(cell, cut(pattern, base)), *(Job(cell, cut(pattern, base | {kind: base[kind] + 1})) for kind in base)]
+    return config.get("layer_types", None, kind=list) or ["full_attention"] * config.positive("num_hidden_layers")
 
 
 def select(models: Sequence[str] | None, steps: Sequence[str] | None, slices: Sequence[str] | None) -> list[Cell]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from tpu_serve.bench import journal_file
 from tpu_serve.bench.journal_file import Contents, JournalFile
-from tpu_serve.bench.models.cells import Job
-from tpu_serve.bench.models.rows import FAILED, Program
+from tpu_serve.bench.models.cells import Cell
+from tpu_serve.bench.models.programs import FAILED, Program
 
 NOTE = (
     "Compiled for the named slices and modelled from the compiled schedules; nothing here was measured on a TPU. Bytes of temporaries and code, "
@@ -25,24 +25,24 @@ class Journal(journal_file.Journal):
       kept: programs of an earlier run, those that failed left out.
     """
 
-    def __init__(self, path: Path, jobs: Sequence[Job], *, resume: bool):
+    def __init__(self, path: Path, cells: Sequence[Cell], *, resume: bool):
         """Opens a file, to be replaced or, with `resume` and if it is there, continued. Nothing in it changes before the context is entered.
 
         Raises:
           ConfigError: the file cannot be written, or cannot be continued.
         """
-        self.kept: dict[Job, Program] = {}
-        self._jobs = jobs
+        self.kept: dict[Cell, Program] = {}
+        self._cells = cells
         super().__init__(JournalFile(path, CONTENTS, self._take if resume else None))
 
     def _take(self, line: dict[str, Any]) -> None:
-        asked, found = line["job"], line["found"]
-        for job in self._jobs:
-            if job.as_json() == asked:
-                self.kept.pop(job, None)
-                program = Program(job, found)
+        asked, found = line["cell"], line["found"]
+        for cell in self._cells:
+            if cell.as_json() == asked:
+                self.kept.pop(cell, None)
+                program = Program(cell, found)
                 if program.outcome != FAILED:
-                    self.kept[job] = program
+                    self.kept[cell] = program
 
     def add(self, program: Program) -> None:
         """Writes a program and waits until it is on the disk.
@@ -50,4 +50,4 @@ class Journal(journal_file.Journal):
         Raises:
           ConfigError: it is not.
         """
-        self._file.write({"job": program.job.as_json(), "found": program.found})
+        self._file.write({"cell": program.cell.as_json(), "found": program.found})

@@ -30,8 +30,8 @@ _FILES = {
     "/layers/logprobs": OUTPUT,
 }
 _FUNCTIONS = {
-    "mixture": MOE, "route": MOE, "attention": ATTENTION, "attend": ATTENTION, "mixer": ATTENTION, "gated_mlp": MLP,
-    "logits": OUTPUT, "project_logits": OUTPUT,
+    "mixture": MOE, "route": MOE, "attention": ATTENTION, "attend": ATTENTION, "_attend": ATTENTION, "mixer": ATTENTION,
+    "gated_mlp": MLP, "logits": OUTPUT, "project_logits": OUTPUT,
 }  # fmt: skip
 _KERNELS = {"fused_moe": MOE, "moe_combine": MOE, "grouped_": MOE, "ragged_paged": ATTENTION, "gated_delta": RECURRENT}
 

@@ -1,4 +1,4 @@
-"""The tables of `bench models`, as text and as Markdown."""
+"""The tables of `bench models`, as text and as a page."""
 
 from __future__ import annotations
 
@@ -6,63 +6,85 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_serve.bench.models.cells import all_layers
+from tpu_serve.bench.models.cells import Cell
 from tpu_serve.bench.models.parts import ATTENTION, MOE, PARTS, RECURRENT
-from tpu_serve.bench.models.rows import COMPILED, Program, Row
+from tpu_serve.bench.models.programs import COMPILED, Program
 from tpu_serve.bench.models.step import DECODE_CONTEXT
 from tpu_serve.device.chip import GIB, MIB
 
 NOTE = (
-    "Nothing here was measured on a TPU. Compiled: temporaries, code, collectives, seconds to compile (of the machine that compiled, the "
+    "Nothing here was measured on a TPU. Compiled: temporaries, code, collectives, seconds (of a processor of the machine that compiled, the "
     "compiler's dump included). Simulated: the compiled schedules of kernels and fusions, with uniform routing. Calculated: weights, caches, collectives' "
-    "time, copies beside the kernels, bounds, and all layers from programs of a few. Launches of kernels take no time in it. "
+    "time, copies beside the kernels, and bounds. Launches of kernels take no time in it. "
     f"Decode steps see {DECODE_CONTEXT} tokens of each sequence, prefill steps are the first tokens of one."
 )
-Cells = tuple[str, ...]
+_MARKS = (
+    "Not timed: u, instructions whose schedule could not be read, taken at the rate of memory; o, kernels whose way depends on operands that are "
+    "not known, so that theirs are those of some other call; w, loops whose turns are not known, counted once."
+)
+_PAGE = """\
+# What the TPU compiler makes of whole models
+
+```bash
+{command}
+```
+
+wrote this page. It compiles the steps of published models, all layers of them, ahead of time for slices that are not there, from their config.json alone,
+and walks the compiled schedules. {note}
+
+{versions}
+
+{tables}
+
+{marks} Waiting: for copies and asynchronous collectives that are not done when their result is needed. Bytes of collectives are those of their results on
+a device. Caches get what the plan of a server leaves them: what its most demanding step is calculated to take stays free of them, whatever this step takes.
+"""
+Words = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, the names of columns, and a line of cells for each row."""
+    """A title, the names of columns, and a line of words for each row."""
 
     title: str
-    columns: Cells
-    lines: Sequence[Cells]
+    columns: Words
+    lines: Sequence[Words]
 
     def text(self) -> str:
-        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.lines, strict=True)]
+        widths = [max(map(len, words)) for words in zip(self.columns, *self.lines, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (self.columns, *self.lines)]
         return "\n".join([f"{self.title}:", *lines])
 
     def markdown(self) -> str:
         lines = [self.columns, ("---",) * len(self.columns), *self.lines]
-        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines)])
-
-
-def _head(row: Row) -> Cells:
-    cell = row.cell
-    return cell.model, cell.slice.name, f"{cell.step.phase} {cell.step.num_tokens}"
+        return "\n".join([f"## {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 _HEAD = ("model", "slice", "step")
 
 
-def times(rows: Sequence[Row]) -> Table:
-    columns = (*_HEAD, "experts", "step ms", "bound ms", "by", "ratio", "MoE", "attention", "other", "waiting", "simulated", "not timed")  # fmt: skip
-    return Table("A step, modelled", columns, [_times(row) for row in rows])
+def _head(program: Program) -> Words:
+    cell = program.cell
+    return cell.model, cell.slice.name, f"{cell.step.phase} {cell.step.num_tokens}"
 
 
-def _times(row: Row) -> Cells:
-    found = row.figures
-    step, parts = found["step_us"], found["by_part"]
+def times(programs: Sequence[Program]) -> Table:
+    columns = (*_HEAD, "experts", "step ms", "bound ms", "by", "ratio", "MoE", "attention", "rest", "waiting", "simulated", "not timed")  # fmt: skip
+    return Table("A step, modelled", columns, [_times(program) for program in programs])
+
+
+def _times(program: Program) -> Words:
+    found = program.found
+    walk, seconds = found["walk"], found["bound"]["seconds"]
+    step, parts = walk["us"], walk["by_part"]
     attention = parts.get(ATTENTION, 0.0) + parts.get(RECURRENT, 0.0)
     moe = parts.get(MOE, 0.0)
+    limit = max(seconds, key=seconds.__getitem__)
     marks = {"unread": "u", "unknown": "o", "loops": "w"}
     return (
-        *_head(row), _way(found), f"{step / 1e3:.2f}", f"{found['bound_us'] / 1e3:.2f}", found["bound_by"],
-        f"{step / found['bound_us']:.1f}", _share(moe, step), _share(attention, step), _share(step - moe - attention, step),
-        _share(found["waiting_us"], step), _share(found["by_origin"].get("simulated", 0.0), step),
-        "".join(mark for name, mark in marks.items() if found[name]) or "-",
+        *_head(program), _way(found), f"{step / 1e3:.2f}", f"{seconds[limit] * 1e3:.2f}", limit, f"{step / seconds[limit] / 1e6:.1f}",
+        _share(moe, step), _share(attention, step), _share(step - moe - attention, step), _share(walk["waiting_us"], step),
+        _share(walk["by_origin"].get("simulated", 0.0), step), "".join(mark for name, mark in marks.items() if walk[name]) or "-",
     )  # fmt: skip
 
 
@@ -75,115 +97,101 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def memory(rows: Sequence[Row]) -> Table:
-    kinds = dict.fromkeys(kind for row in rows for kind in row.figures["memory"]["weights"])
-    columns = (*_HEAD, *kinds, "caches", "sampler", "temporaries", "code", "device", "tokens in caches")
-    return Table("GiB on each device", columns, [_memory(row, tuple(kinds)) for row in rows])
-
-
-def _memory(row: Row, kinds: Cells) -> Cells:
-    found, made = row.figures["memory"], row.figures["bytes"]
-    sizes = [found["weights"].get(kind, 0) for kind in kinds]
-    sizes += [found["caches"], found["sampler"], made["temporaries"], made["code"], found["device"]]
-    held = found["cached_tokens"]
-    step = row.cell.step
-    enough = held >= step.num_sequences * step.context
-    return *_head(row), *(f"{size / GIB:.2f}" for size in sizes), f"{held:,}{'' if enough else ' (too few)'}"
-
-
-def program(rows: Sequence[Row]) -> Table:
-    columns = (
-        *_HEAD,
-        "from",
-        "collectives of a layer",
-        "of the rest",
-        "trace s",
-        "compile s",
-        "CPU s",
-        "CPU s of a layer",
-    )
-    return Table("The program", columns, [_program(row) for row in rows])
-
-
-def _program(row: Row) -> Cells:
-    found = row.figures
-    layers = "all layers" if found["is_whole"] else " and ".join(str(len(one)) for one in found["programs"]) + " layers"
-    each = found["collectives_of_layer"]
-    of_layers = "; ".join(f"{_kind(kind)}: {_collectives(some)}" for kind, some in each.items())
-    rest = {name: list(counts) for name, counts in found["collectives"].items()}
-    # What is left of all when the layers' are taken away.
-    for kind, some in each.items():
-        number = _num_layers(row, kind)
-        for name, counts in some.items():
-            rest[name] = [all_of - number * one for all_of, one in zip(rest[name], counts, strict=True)]
-    slope = ", ".join(f"{_kind(kind)} {seconds:.0f}" for kind, seconds in found["compile_seconds_of_layer"].items())
-    return (
-        *_head(row), layers, of_layers or "-", _collectives({name: some for name, some in rest.items() if round(some[0], 1) > 0}),
-        f"{found['seconds']['trace'][0]:.0f}", f"{found['seconds']['compile'][0]:.0f}", f"{found['seconds']['compile'][1]:.0f}", slope or "-",
-    )  # fmt: skip
-
-
-def _num_layers(row: Row, kind: str) -> int:
-    return all_layers(row.cell.model).count(kind)
-
-
-def _kind(kind: str) -> str:
-    return kind.removesuffix("_attention")
-
-
-def _collectives(some: Mapping[str, Sequence[float]]) -> str:
-    """As "2 all-reduce 1.0 MiB", whatever part of the model they are of."""
-    totals: dict[str, list[float]] = {}
-    for name, (count, size) in some.items():
-        total = totals.setdefault(name.split("/")[1], [0.0, 0.0])
-        total[0] += count
-        total[1] += size
-    parts = [f"{count:g} {operation} {size / MIB:.2f} MiB" for operation, (count, size) in totals.items() if count > 0]
-    return ", ".join(parts) or "none"
-
-
-def parts(rows: Sequence[Row]) -> Table:
-    lines = [(*_head(row), *(f"{row.figures['by_part'].get(part, 0.0) / 1e3:.2f}" for part in PARTS)) for row in rows]
+def parts(programs: Sequence[Program]) -> Table:
+    lines = [
+        (*_head(one), *(f"{one.found['walk']['by_part'].get(part, 0.0) / 1e3:.2f}" for part in PARTS))
+        for one in programs
+    ]
     return Table("Milliseconds of a step by part of the model", (*_HEAD, *PARTS), lines)
 
 
-_MARKS = (
-    "Not timed: u, instructions whose schedule could not be read, taken at the rate of memory; o, kernels whose way depends on operands that are "
-    "not known, so that theirs are those of some other call; w, loops whose turns are not known, counted once."
-)
+def memory(programs: Sequence[Program]) -> Table:
+    kinds = dict.fromkeys(kind for one in programs for kind in one.found["memory"]["weights"])
+    columns = (*_HEAD, *kinds, "caches", "sampler", "temporaries", "code", "sum", "device", "tokens in caches")
+    return Table("GiB on each device", columns, [_memory(one, tuple(kinds)) for one in programs])
 
 
-def _tables(rows: Sequence[Row]) -> list[Table]:
-    return [make(rows) for make in (times, parts, memory, program)] if rows else []
+def _memory(program: Program, kinds: Words) -> Words:
+    found, made = program.found["memory"], program.found["bytes"]
+    sizes = [found["weights"].get(kind, 0) for kind in kinds]
+    sizes += [found["caches"], found["sampler"], made["temporaries"], made["code"]]
+    held, step, device = found["cached_tokens"], program.cell.step, found["device"]
+    whole = f"{sum(sizes) / GIB:.2f}{'' if sum(sizes) <= device else ' (too much)'}"
+    tokens = f"{held:,}{'' if held >= step.num_sequences * step.context else ' (too few)'}"
+    return *_head(program), *(f"{size / GIB:.2f}" for size in sizes), whole, f"{device / GIB:.2f}", tokens
 
 
-def _others(rows: Sequence[Row]) -> list[str]:
-    return [f"{row.cell.label}  {row.outcome}: {row.reason}" for row in rows if row.outcome != COMPILED]
+def compiling(programs: Sequence[Program]) -> Table:
+    columns = (*_HEAD, *PARTS, "trace s", "compile s")
+    return Table(
+        "Collectives by part of the model, and seconds of processors to trace and compile",
+        columns,
+        [_compiling(one) for one in programs],
+    )
 
 
-def text(rows: Sequence[Row]) -> str:
+def _compiling(program: Program) -> Words:
+    seconds, found = program.found["seconds"], program.found["walk"]["collectives"]
+    words = []
+    for part in PARTS:
+        mine = {name.split("/")[1]: counts for name, counts in found.items() if name.split("/")[0] == part}
+        words.append(", ".join(f"{count:g} {name} {size / MIB:.2f} MiB" for name, (count, size) in mine.items()) or "-")
+    return *_head(program), *words, *(f"{seconds[phase][1]:.0f}" for phase in ("trace", "compile"))
+
+
+def _tables(programs: Sequence[Program]) -> list[Table]:
+    return [make(programs) for make in (times, parts, memory, compiling)] if programs else []
+
+
+def _done(cells: Sequence[Cell], programs: Mapping[Cell, Program]) -> list[Program]:
+    """By model, each in the order of steps."""
+    done = [programs[cell] for cell in cells if cell in programs and programs[cell].outcome == COMPILED]
+    models = list(dict.fromkeys((cell.model, cell.slice) for cell in cells))
+    return sorted(
+        done,
+        key=lambda one: (models.index((one.cell.model, one.cell.slice)), one.cell.step.phase, one.cell.step.num_tokens),
+    )
+
+
+def _others(cells: Sequence[Cell], programs: Mapping[Cell, Program]) -> list[str]:
+    """A line for each program that did not compile, and one for those of a model that nobody has compiled yet."""
+    found = [programs[cell] for cell in cells if cell in programs]
+    lines = [f"{one.cell.label}: {one.outcome}, {one.found['error']}" for one in found if one.outcome != COMPILED]
+    missing: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell not in programs:
+            missing.setdefault(f"{cell.model} {cell.slice.name}", []).append(
+                f"{cell.step.phase} {cell.step.num_tokens}"
+            )
+    return lines + [f"{model}: {', '.join(steps)} not compiled yet" for model, steps in missing.items()]
+
+
+def text(cells: Sequence[Cell], programs: Mapping[Cell, Program]) -> str:
     """All tables, and what is missing in them."""
-    done = [row for row in rows if row.outcome == COMPILED]
-    return "\n\n".join([*(table.text() for table in _tables(done)), *_others(rows), _MARKS, NOTE])
+    tables = (table.text() for table in _tables(_done(cells, programs)))
+    return "\n\n".join([*tables, *_others(cells, programs), _MARKS, NOTE])
 
 
-def markdown(rows: Sequence[Row], command: str) -> str:
+def page(
+    cells: Sequence[Cell], programs: Mapping[Cell, Program], command: str, versions: Mapping[str, str | None]
+) -> str:
     """The same in Markdown, under the command that made it."""
-    done = [row for row in rows if row.outcome == COMPILED]
-    missing = [f"* {line}" for line in _others(rows)]
-    made = ["## What was compiled", "", f"    {command}", "", NOTE, "", _MARKS, ""]
-    if missing:
-        made += ["Not in the tables:", "", *missing, ""]
-    return "\n".join([*made, "\n\n".join(table.markdown() for table in _tables(done)), ""])
+    tables = [table.markdown() for table in _tables(_done(cells, programs))]
+    if missing := _others(cells, programs):
+        tables.append("\n".join(["## Not in the tables", "", *(f"- {line}" for line in missing)]))
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return _PAGE.format(
+        command=command, note=NOTE, versions=f"Versions: {named}.", tables="\n\n".join(tables), marks=_MARKS
+    )
 
 
 def short(program: Program) -> str:
     """A program on a line, for those who wait."""
     found = program.found
     if program.outcome != COMPILED:
-        return f"{program.job.label}  {program.outcome}: {found['error']}"
+        return f"{program.cell.label}  {program.outcome}: {found['error']}"
     wall, processors = found["seconds"]["compile"]
     return (
-        f"{program.job.label}  {found['walk']['us'] / 1e3:.2f} ms modelled, {found['bytes']['temporaries'] / MIB:.1f} MiB of temporaries, compiled in "
+        f"{program.cell.label}  {found['walk']['us'] / 1e3:.2f} ms modelled, {found['bytes']['temporaries'] / MIB:.1f} MiB of temporaries, compiled in "
         f"{wall:.0f} s ({processors:.0f} s of processors)"
     )

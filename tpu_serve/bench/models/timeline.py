@@ -20,6 +20,7 @@ from tpu_serve.bench.compiled.machine import HBM_EFFICIENCY, LINK_LATENCY_SECOND
 from tpu_serve.bench.models.hlo import Instruction, Module
 from tpu_serve.bench.models.parts import REST, parts_of
 from tpu_serve.bench.models.step import Step
+from tpu_serve.device.chip import Chip
 from tpu_serve.kernels.fused_moe_v2.bound import fewest_links
 
 SIMULATED, CALCULATED = "simulated", "calculated"
@@ -41,7 +42,7 @@ class Walk:
       by_origin: of them, "simulated" and "calculated".
       waiting_us: of them, spent waiting for copies and asynchronous collectives.
       hbm_bytes: read and written by kernels and by copies.
-      ici_bytes: sent to other devices by kernels; collective_bytes: by collectives.
+      ici_bytes: that leave the chip, a device's share of them: of kernels; collective_bytes: of collectives.
       kernels: by name (part, runs, microseconds in all).
       collectives: by (part, operation): how many run, and the bytes of their results.
       unread: instructions of which nothing is known.
@@ -158,7 +159,7 @@ class Timeline:
     def _ran(self, name: str, facts: Mapping[str, Any], times: float, part: str) -> None:
         _, runs, us = self.walk.kernels.get(name, (part, 0.0, 0.0))
         self.walk.kernels[name] = part, runs + times, us + facts["us"] * times
-        self.walk.ici_bytes += (facts.get("ici_bytes", 0) + facts.get("sibling_bytes", 0)) * times
+        self.walk.ici_bytes += facts.get("ici_bytes", 0) * times
 
     def _busy(self, us: float, hbm_bytes: float, part: str, origin: str) -> None:
         """The core is busy, and copies go on with what it leaves of the memory's rate."""
@@ -210,7 +211,7 @@ class Timeline:
     def _sent(self, found: Collective, times: float, part: str) -> None:
         count, size = self.walk.collectives.get((part, found.operation), (0.0, 0.0))
         self.walk.collectives[part, found.operation] = count + times, size + found.num_bytes * times
-        self.walk.collective_bytes += sent_bytes(found) * times
+        self.walk.collective_bytes += sent_bytes(found, self._core.chip) * times
 
     def _link_us(self, found: Collective) -> float:
         """How long a collective takes: directly from each device to each, or from chip to chip, whichever is shorter."""
@@ -218,12 +219,17 @@ class Timeline:
         return max(facts.get("us", 0.0), link_seconds(found, self._core, self._grid) * 1e6)
 
 
-def sent_bytes(found: Collective) -> float:
-    """What a device sends at least."""
-    devices = max(2, found.num_devices)
-    share = (devices - 1) / devices
-    shares = {"all-reduce": 2 * share, "reduce-scatter": devices - 1, "collective-permute": 1}
-    return found.num_bytes * shares.get(found.operation, share)
+def sent_bytes(found: Collective, chip: Chip) -> float:
+    """What leaves a chip at least, a device's share of it: devices of a chip add up before they send, and pass on what they receive."""
+    each = chip.devices_per_chip
+    chips = max(1, found.num_devices // each)
+    share = (chips - 1) / chips
+    if found.operation == "collective-permute":
+        return found.num_bytes
+    if found.operation.endswith("all-to-all"):
+        return found.num_bytes * share
+    phases = {"all-reduce": 2, "reduce-scatter": found.num_devices}
+    return found.num_bytes * share * phases.get(found.operation, 1) / each
 
 
 def link_seconds(found: Collective, core: Core, grid: tuple[int, ...]) -> float:

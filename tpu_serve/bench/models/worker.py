@@ -15,7 +15,6 @@ from typing import Any
 from tpu_serve.bench.compiled.compiler import one_line
 from tpu_serve.bench.compiled.topology import target_devices, topology
 from tpu_serve.bench.compiled.worker import main, read_dump
-from tpu_serve.bench.models.cells import all_layers
 from tpu_serve.bench.models.step import Step
 from tpu_serve.config import ConfigError
 
@@ -52,14 +51,7 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     step = Step.of(request["phase"], request["num_tokens"])
     clock = _Clock()
     try:
-        target = make(
-            target_devices(wanted),
-            request["model"],
-            step,
-            request["layers"],
-            all_layers(request["model"]),
-            request["overrides"],
-        )
+        target = make(target_devices(wanted), request["model"], step)
     except ConfigError as error:
         return {"error": str(error), "refusal": True}
     found: dict[str, Any] = {"refusal": False, "memory": _memory(target), "moe": _moe(target)}
@@ -93,11 +85,10 @@ def answer(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _memory(target: Any) -> dict[str, Any]:
-    """Bytes on each device that the whole model takes, as planned: weights by kind, caches, sampler; and how many sequences of the step's length
-    the caches hold."""
+    """Bytes on each device, as planned: weights by kind, caches, sampler; and how many tokens the caches hold."""
     from tpu_serve.engine.report import bytes_by_kind, weight_lines
 
-    placement, plan = target.whole.placement, target.plan
+    placement, plan = target.design.placement, target.plan
     return {
         "weights": bytes_by_kind(weight_lines(placement)),
         "caches": plan.cache_bytes,
@@ -141,11 +132,12 @@ def _walk(target: Any, module: Any, kernels: Any, collectives: Any, grid: tuple[
 
 
 def _bound(target: Any, ici_bytes: float) -> dict[str, Any]:
-    """See `bound.Least`, of the layers that are compiled."""
+    """See `bound.Least`."""
     from tpu_serve.bench.models.bound import least
 
     moe = target.moe
-    found = least(target.cut, target.step, ici_bytes, "bfloat16" if moe is None else moe.problem.weights.activation)
+    expert_type = "bfloat16" if moe is None else moe.problem.weights.activation
+    found = least(target.design, target.step, target.plan.page_size, ici_bytes, expert_type)
     return {
         "weight_bytes": found.weight_bytes,
         "cache_bytes": found.cache_bytes,
