@@ -19,7 +19,7 @@ COMMON = {
 CASES = [  # some devices get experts that no token goes to, or only such
     ("qwen3_moe", "data=2,model=2", {}),
     ("gemma4", "data=4,model=2", {"num_pages": 25, "max_model_len": 192}),  # windows
-    ("qwen3_next", "data=2", {"num_state_snapshots": 6}),  # recurrent state
+    ("qwen3_next", "data=4", {"num_state_snapshots": 6}),  # recurrent state
 ]
 
 

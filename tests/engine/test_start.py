@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from tpu_serve.config import ConfigError, EngineConfig
+from tpu_serve.device.chip import cpu_chip
+from tpu_serve.device.mesh import make_mesh
 from tpu_serve.engine import build, compiling
 from tpu_serve.engine.client import EngineClient
+from tpu_serve.engine.design import design_engine
+from tpu_serve.hf_config import read_config
 from tpu_serve.llm import LLM
 from tpu_serve.request import FinishReason, SamplingParams
 from tpu_serve.runner import background
+from tpu_serve.runner.compilation import Made
+from tpu_serve.runner.programs import Allowed
 from tpu_serve.runner.recompiles import Recompiled, Recompiles
 
 MODEL = str(Path(__file__).parents[1] / "fixtures" / "qwen3_moe")
@@ -129,6 +135,24 @@ def test_a_program_that_fails_ends_the_reading_of_weights(gate, monkeypatch):
     with pytest.raises(RuntimeError, match="no such instruction"):
         build.build_engine(EngineConfig.from_options(**SMALL))
     assert told
+
+
+def test_the_step_whose_memory_counts_is_compiled_beside_whoever_waits_for_it():
+    """A compiler cannot be interrupted, and whoever has asked for `tpu-serve compile` may want to."""
+    threads = []
+
+    def compile(program):
+        threads.append((program.name, threading.current_thread()))
+        return Made(None)
+
+    config = EngineConfig.from_options(**SMALL)
+    design = design_engine(config, read_config(Path(MODEL)), cpu_chip(), make_mesh(jax.devices()[:1]))
+    plan = design.plan(config)
+    maker = compiling.ProgramMaker(config, design, Allowed(100), compile=compile)
+    assert maker.largest(plan) is maker.largest(plan)
+    ((name, thread),) = threads
+    assert name == LARGEST
+    assert thread is not threading.current_thread()
 
 
 def unforeseen(x):

@@ -336,7 +336,10 @@ def test_the_page_to_read(capsys):
     assert lines[0] == "Qwen3MoeForCausalLM on 1 x cpu"
     assert "  4 x  layers.*.attention.q_proj     [128, 128]        bfloat16  128.0 KiB" in lines
     assert "134 tensors of 3,943,168 bytes, whose headers agree with config.json" in out
-    assert "8, 256 tokens: ragged (not fused: on a CPU the kernel is only simulated)" in out
+    assert (
+        "8 tokens: gathered (gathered by rule, not measured; not fused: on a CPU the kernel is only simulated)" in out
+    )
+    assert "256 tokens: ragged (ragged by rule, not measured; not fused: on a CPU the kernel is only simulated)" in out
     assert "64.0 sequences of 2,048 tokens at a time" in out
     assert out == "".join(f"{line.rstrip()}\n" for line in lines)
 

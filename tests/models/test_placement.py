@@ -172,6 +172,14 @@ def test_too_few_devices_say_how_many_there_are(monkeypatch):
         first_devices(jax.devices(), ParallelOptions(tensor_parallel_size=400))
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"mesh": "data=99999999999999"}, {"data_parallel_size": 200, "tensor_parallel_size": 100}]
+)
+def test_more_devices_than_any_slice_has_are_refused_at_the_door(sizes):
+    with pytest.raises(ConfigError, match=r"devices in all, more than the 18432 of the largest slice"):
+        ParallelOptions(**sizes)
+
+
 @pytest.mark.parametrize(("given", "threads"), [("24", 24), ("3", 12), ("500", 500)])
 def test_simulated_devices_get_threads_enough(monkeypatch, given, threads):
     monkeypatch.setenv("NPROC", given)

@@ -108,6 +108,7 @@ def _compiler(config: EngineConfig, hf_config: HFConfig, chip: Chip) -> Callable
     from tpu_serve.device.mesh import make_mesh
     from tpu_serve.engine.design import design_engine
     from tpu_serve.engine.programs import make_programs
+    from tpu_serve.runner.compilation import Compilation
     from tpu_serve.runner.programs import Allowed
 
     if not chip.is_tpu:
@@ -118,7 +119,8 @@ def _compiler(config: EngineConfig, hf_config: HFConfig, chip: Chip) -> Callable
     def largest(plan: EnginePlan) -> Any:
         design = design_engine(config, hf_config, chip, mesh)
         programs = make_programs(config, design, plan, Allowed(design.model.vocab_size))
-        return programs.lower(plan.buckets[-1]).compile()
+        program = programs.steps[-1]
+        return Compilation([program])[program.name]  # in a thread, so that it can be interrupted
 
     return largest
 

@@ -9,6 +9,8 @@ from tpu_serve.option import ConfigError, check_at_least, check_types, option
 
 MESH_AXES = {"data": "data_parallel_size", "model": "tensor_parallel_size"}
 """The axes that --mesh names, and the options that say the same."""
+MOST_DEVICES = 18_432
+"""JAX devices of the largest slice of TPUs there is."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class ParallelOptions:
             object.__setattr__(self, name, given if given is not None else size if size is not None else 1)
         check_types(self)
         check_at_least(self, 1, *MESH_AXES.values())
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(
+                f"{self.devices_asked} is {self.num_devices} devices in all, more than the {MOST_DEVICES} of the largest slice."
+            )
         if self.num_devices > 1 and not self.enable_expert_parallel:
             raise ConfigError(
                 f"--no-enable-expert-parallel cannot be used with {self.devices_asked}: splitting inside an expert is not supported; "

@@ -15,7 +15,7 @@ from tpu_serve.engine.plan import EnginePlan
 from tpu_serve.engine.programs import make_programs
 from tpu_serve.models.base import Experts
 from tpu_serve.runner.compilation import Compilation, Compile, Made, compile_now
-from tpu_serve.runner.compile_counter import expected, num_cache_hits
+from tpu_serve.runner.compile_counter import num_cache_hits
 from tpu_serve.runner.model_runner import programs_of
 from tpu_serve.runner.program_store import ProgramStore
 from tpu_serve.runner.programs import Allowed, Programs, step_name
@@ -88,13 +88,12 @@ class ProgramMaker:
         return make_programs(self._config, self._design, plan, self._allowed, self._experts)
 
     def largest(self, plan: EnginePlan) -> Made:
-        """The step of a plan's largest bucket, which takes most of a device's memory. Compiles it, here and now."""
+        """The step of a plan's largest bucket, which takes most of a device's memory. Compiles it while the caller waits, who can be interrupted."""
         programs = self.programs(plan)
         name = step_name(max(programs.layouts))
         made = self._made.setdefault(_shapes_of(plan), {})
         if name not in made:
-            with expected():
-                made[name] = self._compile(next(one for one in programs.steps if one.name == name))
+            made[name] = Compilation([one for one in programs.steps if one.name == name], self._compile).made(name)
         return made[name]
 
     def begin(self, plan: EnginePlan) -> tuple[Programs, Compilation]:

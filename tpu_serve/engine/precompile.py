@@ -17,11 +17,13 @@ from tpu_serve.device.mesh import make_mesh
 from tpu_serve.engine.build import allowed_tokens, load_tokenizer
 from tpu_serve.engine.compiling import ProgramMaker, forget_places, set_up_compile_cache
 from tpu_serve.engine.design import design_engine
+from tpu_serve.engine.limits import check_limits
 from tpu_serve.engine.plan import EnginePlan
 from tpu_serve.engine.sizing import first_plan, settled, verified
 from tpu_serve.hf_config import read_config
 from tpu_serve.runner.compilation import Made, Program
 from tpu_serve.runner.compile_counter import num_hits_here
+from tpu_serve.runner.jax_cache import entries, is_whole, remove_damaged
 from tpu_serve.runner.program_store import ProgramStore
 
 
@@ -75,6 +77,7 @@ def precompile(
     plan = first_plan(config, design)
     if design.experts is not None:
         design.experts.planner.prepare(plan.expert_tokens, is_strict=config.moe.moe_strict_tables)
+    check_limits(config, design, plan)
     compile = entries.make if design.placement.chip.is_tpu else entries.through_jax
     maker = ProgramMaker(config, design, allowed, compile=compile)
     on_phase("compile", 0.0)
@@ -100,7 +103,7 @@ class _Entries:
     """
 
     def __init__(self, folder: Path, devices: Sequence[Any], flags: Sequence[str]):
-        self._store = ProgramStore(folder, devices, flags)
+        self._folder, self._store = folder, ProgramStore(folder, devices, flags)
         self.kept: dict[str, Kept] = {}
 
     def make(self, program: Program) -> Made:
@@ -115,14 +118,25 @@ class _Entries:
         return Made(None, memory=entry.figures)
 
     def through_jax(self, program: Program) -> Made:
-        """For devices that are here, as an engine does: JAX's cache knows them."""
-        lowered, hits, started = program.lower(), num_hits_here(), time.perf_counter()
+        """For devices that are here, as an engine does: JAX's cache knows them.
+
+        Raises:
+          ConfigError: JAX, which says why in a warning, has not kept it.
+        """
+        lowered = program.lower()
+        remove_damaged(lowered, self._folder)
+        hits, before, started = num_hits_here(), entries(lowered, self._folder), time.perf_counter()
         made = Made(lowered.compile())
+        was_there = num_hits_here() > hits
+        if not was_there and not any(map(is_whole, entries(lowered, self._folder) - before)):
+            raise ConfigError(
+                f"The program {program.name!r} could not be kept in {self._folder}: the warning above has the reason."
+            )
         told = made.memory_analysis()
         self.kept[program.name] = Kept(
             program.name,
             time.perf_counter() - started,
-            num_hits_here() > hits,
+            was_there,
             None if told is None else int(told.temp_size_in_bytes),
         )
         return made

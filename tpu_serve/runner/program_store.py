@@ -9,10 +9,11 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
+import secrets
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from tpu_serve.config import ConfigError
 from tpu_serve.runner.compilation import Made, Program
 from tpu_serve.runner.compile_counter import count_hit
+from tpu_serve.runner.jax_cache import compile_or_fetch
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class ProgramStore:
         if self._has_any and (found := self.load(program.name, lowered)) is not None:
             count_hit()
             return found
-        return Made(lowered.compile())
+        return Made(compile_or_fetch(lowered, self.folder.parent))
 
     def path(self, name: str, lowered: jax.stages.Lowered) -> Path:
         """Where a program is kept. The same for equal programs of equal versions on equal devices, whatever machine asks."""
@@ -107,12 +109,14 @@ class ProgramStore:
         return Made(compiled, is_kept=True, memory=entry.figures)
 
     def find(self, name: str, lowered: jax.stages.Lowered) -> Entry | None:
-        """What is known of a program that is there already."""
+        """What is known of a program that is there already, and whole."""
         try:
             with self.path(name, lowered).open("rb") as file:
-                return _entry(file.readline())
-        except (OSError, ValueError, KeyError, TypeError):
+                entry = _entry(file.readline())
+                zlib.decompress(file.read())
+        except (OSError, ValueError, KeyError, TypeError, zlib.error):
             return None
+        return entry
 
     def make(self, name: str, lowered: jax.stages.Lowered) -> Entry:
         """Compiles a program and keeps it; the devices need not be there.
@@ -128,12 +132,14 @@ class ProgramStore:
         payload, _, _ = serialize(compiled)
         path = self.path(name, lowered)
         header = json.dumps({"name": entry.name, "seconds": entry.seconds, "memory": dict(entry.memory)})
+        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # other machines may write here too
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}")
             part.write_bytes(header.encode() + b"\n" + zlib.compress(payload, 1))
             part.replace(path)  # a reader never sees half of it
         except OSError as error:
+            with suppress(OSError):
+                part.unlink()
             raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None
         return entry
 
