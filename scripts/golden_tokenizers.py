@@ -65,8 +65,8 @@ TOKENIZER_CONFIG = """{
 }"""
 
 
-def byte_level(split: str, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over what `split` cuts, without any added token."""
+def byte_level(split: str, vocab_size: int, text: str = TEXT) -> Tokenizer:
+    """Byte-level BPE over what `split` cuts, without any added token. Merges are those of `text`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,13 +77,13 @@ def byte_level(split: str, vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     return tokenizer
 
 
-def train_byte_level(vocab_size: int = 448) -> TrainedTokenizer:
+def train_byte_level(vocab_size: int = 448, text: str = TEXT) -> TrainedTokenizer:
     """Byte-level BPE as Qwen's, `vocab_size` tokens before the added ones."""
-    tokenizer = byte_level(SPLIT, vocab_size)
+    tokenizer = byte_level(SPLIT, vocab_size, text)
     tokenizer.normalizer = normalizers.NFC()
     for text in SPECIAL + MARKERS:  # after the merges, as in Qwen; the markers stay visible in decoded text
         tokenizer.add_tokens([AddedToken(text, special=text in SPECIAL, normalized=False)])

@@ -23,7 +23,8 @@ leaves the repetition out. Add up one of the two, not both.
 - Whatever ends a request counts in `request_success_total`, aborts too. Sums of per-request histograms agree with the totals: a request
   that ended before its first token counts as 0 prompt tokens. Its phases (queue, prefill, decode, inference) and the two histograms of
   preemptions and computed tokens are left out.
-- Gauges are read from the scheduler when they are asked for, so they are 0 as soon as nothing runs.
+- Gauges are those of the last step, which the engine's process tells with its outputs, so they are 0 as soon as nothing runs.
+- `process_…` and `python_…` are of the server's own process, which holds neither weights nor the engine; `hbm_bytes` tells what devices hold.
 - `compile_total{{phase="serving"}}` should stay 0: everything is compiled for the start, see [start.md](start.md). `--on-recompile` says what else happens.
 
 ## As other servers tell them, too

@@ -1,6 +1,7 @@
 """A server over a real scheduler and step loop whose model is a script: what it says is known in advance.
 
-Run as a program it serves over HTTP: `python fakes.py SERVER_OPTIONS BUILD_OPTIONS`, both JSON objects.
+Run as a program it serves over HTTP: `python fakes.py SERVER_OPTIONS BUILD_OPTIONS IS_REMOTE`, two JSON objects and whether the engine has a
+process of its own, `true` or `false`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +29,7 @@ from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.intake import Intake, ModelInfo
+from tpu_serve.engine.process import EngineProcess
 from tpu_serve.request import Request, TokenLogprobs
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
@@ -33,6 +37,7 @@ from tpu_serve.scheduler.scheduler import Scheduler
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 from tpu_serve.server.app import create_app
 from tpu_serve.server.listening import http_config, listening, tls_options, url_of
+from tpu_serve.server.logs import configure_logging
 from tpu_serve.server.run import serve
 from tpu_serve.server.state import ServerState
 from tpu_serve.text.tokenizer import Tokenizer
@@ -357,12 +362,29 @@ def fake_build(
     return fake_engine(runner=runner)
 
 
+def fake_process_build(
+    config: EngineConfig, on_phase: Callable[[str, float], None], *, kills_itself_at: str = "", **options: Any
+) -> Engine:
+    """`fake_build` for an `EngineProcess`, which is gone at the phase `kills_itself_at`."""
+
+    def on_phase_or_death(name: str, share: float) -> None:
+        on_phase(name, share)
+        if name == kills_itself_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return fake_build(on_phase_or_death, **options)
+
+
+def main(server_options: dict[str, Any], build_options: dict[str, Any], is_remote: bool) -> int:
+    """Serves a fake engine, in a process of its own if `is_remote`."""
+    config = ServerConfig(**server_options)
+    if is_remote:
+        build = functools.partial(fake_process_build, **build_options)
+        return serve(config, EngineConfig(), EngineProcess(functools.partial(configure_logging, config), build))
+    return serve(config, EngineConfig(), lambda _, on_phase: fake_build(on_phase, **build_options))
+
+
 if __name__ == "__main__":
-    server_options, build_options = (json.loads(argument) for argument in sys.argv[1:3])
-    raise SystemExit(
-        serve(
-            ServerConfig(**server_options),
-            EngineConfig(),
-            lambda config, on_phase: fake_build(on_phase, **build_options),
-        )
-    )
+    import fakes  # what is pickled must not be of __main__
+
+    raise SystemExit(fakes.main(*map(json.loads, sys.argv[1:4])))

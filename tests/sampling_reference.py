@@ -12,7 +12,7 @@ from tpu_serve.device.sampler_state import SamplerState
 from tpu_serve.layers.logit_edits import count, edit, restrict
 from tpu_serve.layers.sampler import sample
 from tpu_serve.request import Request, SamplingParams
-from tpu_serve.runner.pack import PackLayout, pack, pack_masks
+from tpu_serve.runner.pack import Packer, PackLayout, pack_masks
 from tpu_serve.runner.slot_writer import SlotWriter
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import Scheduled
@@ -62,7 +62,7 @@ class Driver:
     """The device's part of sampling without a model. It compiles once for all tests."""
 
     def __init__(self):
-        self.state = SamplerState.allocate(SLOTS, VOCABULARY)
+        self.state, self.packer = SamplerState.allocate(SLOTS, VOCABULARY), Packer(LAYOUT)
         self.writer = SlotWriter(self.state, make_mesh(jax.devices()[:1]))
         self.state = self.writer.compile(self.state)
 
@@ -82,7 +82,8 @@ class Driver:
         if masks is None:
             masks = np.zeros((ROWS, -(-VOCABULARY // 32)), np.uint32)
         logits = jnp.asarray(np.resize(logits, (ROWS, VOCABULARY)))
-        edited, sampled, self.state = self._run(logits, pack(rows, LAYOUT), masks, self.state, num_valid, mode)
+        packed = self.packer.pack((rows,), LAYOUT)
+        edited, sampled, self.state = self._run(logits, packed, masks, self.state, num_valid, mode)
         return np.asarray(edited)[: len(rows)], jax.tree.map(lambda x: np.asarray(x)[: len(rows)], sampled)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tpu_serve.layers.attention import paged_attention, pages_per_block
 from tpu_serve.request import Request, SamplingParams
-from tpu_serve.runner.pack import PackLayout, pack
+from tpu_serve.runner.pack import Packer, PackLayout
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import Scheduled
 
@@ -38,9 +38,10 @@ def build(lengths, num_tokens, num_rows, rng):
         params = SamplingParams(max_tokens=1)
         sequence = Sequence(Request(id="x", prompt_token_ids=(3,) * (start + length), params=params), 999)
         sequence.pages = [[free.pop() for _ in range(-(-(start + length) // PAGE_SIZE))]]
-        scheduled.append(Scheduled(sequence, start, length, samples=False))
-    layout = PackLayout(num_tokens, num_rows, MAX_PAGES, PAGE_SIZE, num_slots=4)
-    return scheduled, layout.unpack(jnp.asarray(pack(tuple(scheduled), layout)))
+        sequence.slot = len(scheduled)
+        scheduled.append(Scheduled(sequence, start, length, samples=False, is_first=True))
+    layout = PackLayout(num_tokens, num_rows, MAX_PAGES, PAGE_SIZE, num_slots=num_rows)
+    return scheduled, layout.unpack(jnp.asarray(Packer(layout).pack((tuple(scheduled),), layout)))
 
 
 CASES = {

@@ -13,14 +13,14 @@ from tpu_serve.bench.moe_rows import HEADINGS, Row, text, verdict, warnings
 from tpu_serve.cli.main import main
 from tpu_serve.config import EMBEDDED_MODEL, ConfigError
 from tpu_serve.layers.moe.backends import Dense
-from tpu_serve.moe_plan.path import portable
+from tpu_serve.moe_plan.portable import portable
 
 TINY = Layer("4x2x16x8", 4, 2, 16, 8)
 GIB = 2**30
 
 
-def row(dense, ragged, chosen="ragged", num_tokens=8, difference=0.0):
-    samples = {"dense": tuple(dense), "ragged": tuple(ragged), "empty": (0.25,)}
+def row(dense, ragged, chosen="ragged", num_tokens=8, difference=0.0, gathered=(90.0,)):
+    samples = {"dense": tuple(dense), "ragged": tuple(ragged), "gathered": tuple(gathered), "empty": (0.25,)}
     return Row(Case(TINY, "float32", num_tokens, 3), samples, chosen, difference)
 
 
@@ -30,16 +30,18 @@ FASTER_RAGGED = row([30.0, 20.0, 40.0], [20.0, 12.0, 28.0])
 
 def test_a_row_compares_medians_and_middle_halves():
     assert FASTER_DENSE.ratio == 2 / 8
-    assert FASTER_DENSE.faster == "dense"
+    assert FASTER_DENSE.fastest == "dense"
     assert FASTER_DENSE.loss == 4, "ragged is chosen and takes 8 ms where 2 would do"
     assert FASTER_DENSE.is_clear
     assert FASTER_RAGGED.ratio == 1.5
-    assert FASTER_RAGGED.faster == "ragged"
+    assert FASTER_RAGGED.fastest == "ragged"
     assert FASTER_RAGGED.loss == 1
     assert FASTER_RAGGED.middle_half("dense") == (25, 35)
     assert FASTER_RAGGED.middle_half("ragged") == (16, 24)
     assert FASTER_RAGGED.is_clear
     assert not row([30.0, 20.0, 40.0], [20.0, 12.0, 30.1]).is_clear, "25.05 is above 25"
+    assert row([3.0], [2.0], gathered=(1.0,)).fastest == "gathered"
+    assert not row([30.0, 20.0, 40.0], [20.0, 12.0, 28.0], gathered=(23.0, 25.0)).is_clear, "of the third one too"
 
 
 def test_the_table_has_the_times_the_ratio_and_both_choices():
@@ -48,9 +50,13 @@ def test_the_table_has_the_times_the_ratio_and_both_choices():
     heading = next(place for place, line in enumerate(lines) if line.split() == " ".join(HEADINGS).split())
     dense, ragged = (line.split() for line in lines[heading + 2 : heading + 4])
     assert (
-        " ".join(dense) == "4x2x16x8 float32 1 3 2.000 1.500 - 2.500 8.000 7.500 - 8.500 0.250 0.25 dense ragged 4.00"
+        " ".join(dense)
+        == "4x2x16x8 float32 1 3 2.000 1.500 - 2.500 8.000 7.500 - 8.500 90.0 90.0 - 90.0 0.250 0.25 dense ragged 4.00"
     )
-    assert " ".join(ragged) == "4x2x16x8 float32 8 3 30.0 25.0 - 35.0 20.0 16.0 - 24.0 0.250 1.50 ragged ragged 1.00"
+    assert (
+        " ".join(ragged)
+        == "4x2x16x8 float32 8 3 30.0 25.0 - 35.0 20.0 16.0 - 24.0 90.0 90.0 - 90.0 0.250 1.50 ragged ragged 1.00"
+    )
     assert "dense?" not in text([FASTER_DENSE])
     assert "ragged?" in text([row([30.0, 20.0, 40.0], [20.0, 12.0, 30.1])])
     assert "A CPU only simulates" in text([FASTER_DENSE])
@@ -60,10 +66,10 @@ def test_the_table_has_the_times_the_ratio_and_both_choices():
 def test_the_verdict_is_the_geometric_mean_and_the_worst():
     rows = [FASTER_RAGGED, FASTER_DENSE, row([1.0], [2.0], "dense"), row([5.0], [2.0], "dense")]  # 1, 4, 1, 2.5
     assert verdict(rows) == (
-        "The plan takes the faster one in 2 of 4 rows; its choices take 1.78 times the time of the faster ones (geometric mean), "
+        "The plan takes the fastest one in 2 of 4 rows; its choices take 1.78 times the time of the fastest ones (geometric mean), "
         "4.00 times at worst (4x2x16x8, float32, 1 token)."
     )
-    assert verdict([FASTER_RAGGED]) == "The plan takes the faster one in 1 of 1 rows: it loses nothing."
+    assert verdict([FASTER_RAGGED]) == "The plan takes the fastest one in 1 of 1 rows: it loses nothing."
 
 
 @pytest.mark.parametrize("difference", [0.01, float("nan")])
@@ -76,7 +82,7 @@ def test_results_that_differ_are_a_warning(difference):
 
 def test_programs_are_called_in_turn_with_one_round_unmeasured(monkeypatch):
     called, now = [], [0.0]
-    costs = {"dense": 0.003, "ragged": 0.001, "empty": 0.0005}
+    costs = {"dense": 0.003, "ragged": 0.001, "gathered": 0.002, "empty": 0.0005}
 
     def program(name):
         def run(x, routing, weights):
@@ -101,8 +107,8 @@ def test_programs_are_called_in_turn_with_one_round_unmeasured(monkeypatch):
     for one in found:
         assert {name: len(samples) for name, samples in one.samples_ms.items()} == dict.fromkeys(costs, 4)
         assert one.ratio == pytest.approx(3)
-    first = called[: 3 * 5]
-    assert [name[0] for name, _ in first] == list("dre" + "dre" + "red" + "edr" + "dre"), (
+    first = called[: 4 * 5]
+    assert [name[0] for name, _ in first] == list("drge" + "drge" + "rged" + "gedr" + "edrg"), (
         "another one begins each round"
     )
     assert len({value for _, value in first}) == 5, "one new input a round, the same for all programs"
@@ -122,8 +128,8 @@ def test_padding_goes_to_no_expert_and_the_rest_to_different_ones():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_measured_row(dtype):
-    (found,) = moe.measure([Case(TINY, dtype, 3, 1)], 1, portable)
-    assert found.chosen == "ragged"
+    (found,) = moe.measure([Case(TINY, dtype, 3, 1)], 1, lambda num_tokens, *_: portable(num_tokens))
+    assert found.chosen == "gathered"
     assert all(len(samples) == 1 and samples[0] > 0 for samples in found.samples_ms.values())
     assert warnings([found]) == []
 
@@ -131,7 +137,9 @@ def test_a_measured_row(dtype):
 def test_a_backend_that_computes_something_else_is_found(monkeypatch):
     wrong = Dense()
     monkeypatch.setattr(moe, "Ragged", lambda chip_is_tpu: lambda *arguments: wrong(*arguments) * 1.01)
-    assert moe.measure([Case(TINY, "float32", 3)], 1, portable)[0].difference == pytest.approx(0.01, rel=1e-3)
+    assert moe.measure([Case(TINY, "float32", 3)], 1, lambda *_: "ragged")[0].difference == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 def test_the_first_layer_is_the_embedded_model_s():
@@ -196,10 +204,10 @@ def test_the_command(capsys, tmp_path):
     assert document["verdict"] == shown.splitlines()[-1]
     assert document["settings"] == {"num_iters": 1, "padding_percent": 50}
     found = [(one["dtype"], one["num_tokens"], one["num_padding"], one["chosen"]) for one in document["results"]]
-    assert found == [("bfloat16", 4, 2, "ragged")]
+    assert found == [("bfloat16", 4, 2, "gathered")]
     (one,) = document["results"]
     assert one["ratio"] == one["median_ms"]["dense"] / one["median_ms"]["ragged"]
-    assert [len(samples) for samples in one["samples_ms"].values()] == [1, 1, 1]
+    assert [len(samples) for samples in one["samples_ms"].values()] == [1, 1, 1, 1]
 
 
 def test_results_that_differ_are_an_exit_code(monkeypatch, capsys):

@@ -9,10 +9,16 @@ from tpu_serve.config import ConfigError, MoEOptions
 from tpu_serve.device.chip import TPU_CHIPS, cpu_chip
 from tpu_serve.device.mesh import make_mesh
 from tpu_serve.layers.moe.backends import Dense, Ragged, choose_backend
+from tpu_serve.layers.moe.gathered import Gathered
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing, route
 
 ONE_DEVICE = make_mesh(jax.devices()[:1])
-BACKENDS = {"dense": Dense(), "row blocks": Ragged(chip_is_tpu=False), "ragged_dot": Ragged(chip_is_tpu=True)}
+BACKENDS = {
+    "dense": Dense(),
+    "gathered": Gathered(),
+    "row blocks": Ragged(chip_is_tpu=False),
+    "ragged_dot": Ragged(chip_is_tpu=True),
+}
 HIDDEN, INNER = 24, 10
 
 

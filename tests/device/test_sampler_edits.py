@@ -147,6 +147,7 @@ def test_counts_do_not_run_over(driver):
     many = make_row(0, (2,), [2, 6] * (MOST_COUNTED + 3), frequency_penalty=0.001)
     driver.state = driver.writer.write(driver.state, ((many,),))
     row = dataclasses.replace(make_row(0, (2,), frequency_penalty=0.001, forced=(6, 2)), is_first=False)
+    driver.packer.slots[0].enter(row.sequence)
     for token_id in (6, 2, 0):
         edited, _ = driver.step(np.zeros((1, VOCABULARY), np.float32), [row])
         np.testing.assert_allclose(edited[0, [2, 6, 7]], [-0.001 * MOST_COUNTED] * 2 + [0], rtol=1e-6)

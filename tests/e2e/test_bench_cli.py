@@ -18,7 +18,9 @@ def run(*words):
 
 def test_prefill(tmp_path):
     file = tmp_path / "prefill.json"
-    cases = ["--input-len", "5", "33", "--batch-size", "1", "3", "--num-iters", "3", "--num-iters-warmup", "1"]
+    config = tmp_path / "serve.yaml"
+    config.write_text("input-len: [5, 33]\nbatch_size: [1, 3]\nnum-iters: 9\nport: 8000\nenable-prefix-caching: true\n")
+    cases = ["--config", config, "--num-iters", "3", "--num-iters-warmup", "1"]
     done = run("prefill", *cases, "--output-json", file)
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
@@ -30,10 +32,15 @@ def test_prefill(tmp_path):
     for result in document["results"]:
         latency = result["latency_ms"]
         assert len(result["samples_ms"]) == 3
+        assert result["bound_share"] == pytest.approx(result["bound_ms"] / latency["median"])
+        assert result["bound_ms"] > 0
         assert 0 < latency["min"] <= latency["median"] <= latency["p99"]
         speed = result["tokens_per_second"]
         assert f"{speed:.{3 if speed < 100 else 1}f}" in done.stdout
     assert "platform cpu" in done.stdout
+    assert "--enable-prefix-caching is off here" in done.stderr
+    assert "--port is about the HTTP server" in done.stderr
+    assert document["bound"]["rates"] == "measured"
 
 
 def test_decode(tmp_path):
@@ -57,6 +64,7 @@ def test_decode(tmp_path):
         (["decode", "--input-len", "100", "--output-len", "29"], "129 tokens do not fit the context of 128"),
         (["decode", "--output-len", "2"], "--output-len must be at least 3"),
         (["decode", "--batch-size", "5"], "needs --max-num-seqs 5"),
+        (["prefill", "--config", "no/such/file"], "--config no/such/file cannot be read"),
         (["prefill", "--output-json", "no/such/folder/file"], "cannot be written"),
         (["prefill", "no/such/folder"], "no/such/folder"),
     ],

@@ -51,6 +51,10 @@ def make_sweep(**changes):
     return Sweep(**{"input_lens": (5, 9), "batch_sizes": (1, 3), "num_iters": 2, "num_warmup": 1, **changes})
 
 
+def one_ms_a_row(rows):
+    return len(rows) * 1e-3
+
+
 def look_up(result, path):
     for key in path.split("."):
         result = result[key]
@@ -59,7 +63,7 @@ def look_up(result, path):
 
 def test_prefill_runs_every_case_as_often_as_asked():
     driver, calls = make_driver(), []
-    results = run_prefill(driver, make_sweep(), lambda: calls.append(1))
+    results = run_prefill(driver, make_sweep(), one_ms_a_row, lambda: calls.append(1))
     assert [(result["input_len"], result["batch_size"]) for result in results] == [(5, 1), (5, 3), (9, 1), (9, 3)]
     assert [len(result["samples_ms"]) for result in results] == [2, 2, 2, 2]
     assert len(calls) == make_sweep().num_runs == 12
@@ -81,18 +85,37 @@ def test_prompts_are_random_and_follow_the_seed():
 
 
 def test_a_long_prefill_takes_several_steps():
-    results = run_prefill(make_driver(budget=16), make_sweep(input_lens=(20,), batch_sizes=(2,)))
+    results = run_prefill(make_driver(budget=16), make_sweep(input_lens=(20,), batch_sizes=(2,)), one_ms_a_row)
     assert results[0]["num_steps"] == 3
+    assert results[0]["bound_ms"] == pytest.approx(1 + 2 + 1), "16 of one; its last 4 beside 12 of the other; 8"
+
+
+def test_chunks_limit_the_tokens_of_a_step():
+    driver = make_driver(budget=32)
+    results = run_prefill(driver, make_sweep(input_lens=(20,), batch_sizes=(1,), chunks=(8, None)), one_ms_a_row)
+    assert [(result["chunk"], result["num_steps"]) for result in results] == [(8, 3), (32, 1)]
+    assert driver.core.scheduler.max_num_batched_tokens == 32
+    assert make_sweep(chunks=(8, None)).num_runs == 2 * make_sweep().num_runs
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"), [(33, "--chunk 33 needs --max-num-batched-tokens 33; it is 32"), (2, "less than a token for each of a batch of 3")]
+)  # fmt: skip
+def test_chunks_that_the_engine_cannot_run_are_refused(chunk, message):
+    with pytest.raises(ConfigError, match=message):
+        make_driver(budget=32).check_chunks([8, chunk], (1, 3))
 
 
 def test_decode_counts_full_steps_only():
-    results = run_decode(make_driver(), make_sweep(), output_len=7)
+    results = run_decode(make_driver(), make_sweep(), 7, one_ms_a_row)
     for result in results:
         assert len(result["samples"]["step_ms"]) == 2 * 5, "every token but the first and the last one"
         assert len(result["samples"]["prefill_ms"]) == 2
         assert all(look_up(result, path) is not None for path in decode.COLUMNS.values())
         rate = result["batch_size"] / result["step_ms"]["mean"] * 1e3
         assert result["tokens_per_second"] == pytest.approx(rate)
+        assert result["bound_ms"] == result["batch_size"]
+        assert result["bound_share"] == pytest.approx(result["batch_size"] / result["step_ms"]["median"])
 
 
 def test_full_steps_begin_after_the_last_first_token():
@@ -103,7 +126,7 @@ def test_full_steps_begin_after_the_last_first_token():
 
 def test_decode_without_a_full_step_is_an_error():
     with pytest.raises(ConfigError, match="never decodes as a whole"):
-        run_decode(make_driver(budget=16), make_sweep(input_lens=(40,), batch_sizes=(3,)), output_len=3)
+        run_decode(make_driver(budget=16), make_sweep(input_lens=(40,), batch_sizes=(3,)), 3, one_ms_a_row)
 
 
 @pytest.mark.parametrize(

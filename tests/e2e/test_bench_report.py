@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_serve.bench.decode import COLUMNS as DECODE_COLUMNS
@@ -19,11 +19,13 @@ INFO = ModelInfo(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 100))
 def test_percentiles_are_numpy_s(samples, percent):
     assert percentile(samples, percent) == pytest.approx(np.percentile(samples, percent), rel=1e-9, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
 def test_a_summary_is_numpy_s(samples):
     expected = {
@@ -55,6 +57,8 @@ def make_report(**changes):
         "num_compiles_during": 0,
         "results": [{"input_len": 8, "latency_ms": {"median": 1.25}, "samples_ms": [1.25]}],
         "columns": {"input len": "input_len", "median ms": "latency_ms.median"},
+        "bound": {"rates": "measured"},
+        "bound_note": "measured rates of 5.0 GB/s",
     }
     return Report(**{**values, **changes})
 
@@ -67,6 +71,7 @@ def test_the_text_says_where_it_was_measured():
     assert "1.250" in text
     assert "compiled programs: 3 before, 0 while measuring" in text
     assert "WARNING" not in text
+    assert "of bound: the least time, calculated from bytes and products at measured rates of 5.0 GB/s" in text
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,7 @@ def test_the_document_has_everything(tmp_path):
     assert document["device"] == {"platform": "cpu", "kind": "cpu", "count": 1, "chip": "cpu"}
     assert document["model"]["num_params"] == 5
     assert document["engine_options"]["dtype"] == "auto"
+    assert document["bound"] == {"rates": "measured"}
     assert document["compiles"] == {"before": 3, "during": 0}
     assert document["results"] == report.results
     assert document["date"].endswith("+00:00")

@@ -194,7 +194,9 @@ async def test_stream_interval(interval: int):
         sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
         assert sizes[0] == 1, "the first token waits for nothing"
         assert all(size >= interval for size in sizes[1:-1])
-        assert len(chunks) == {1: 8, 2: 6, 3: 5, 100: 2}[interval]
+        # Fewer where the model was faster than the server: what is there goes out together.
+        assert 2 <= len(chunks) <= {1: 8, 2: 6, 3: 5, 100: 2}[interval]
+        assert sum(sizes) == len(script) + 1, "the last token ends it"
 
 
 @asynchronous

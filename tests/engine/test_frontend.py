@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 
 import pytest
-from fakes import END, FakeRunner, asynchronous, fake_engine, saying
+from fakes import END, FakeRunner, asynchronous, fake_engine, letters, saying
 from watcher import Watcher
 
 from tpu_serve.engine.frontend import Frontend
@@ -22,7 +22,7 @@ class Notes:
 
     def started(self, generation): ...
     def first_token(self, choice, num_tokens, since_arrival): ...
-    def next_token(self, choice, num_tokens, since_previous): ...
+    def next_tokens(self, num_tokens, since_previous): ...
     def step(self, num_tokens): ...
     def answered(self, generation): ...
 
@@ -134,6 +134,24 @@ async def test_priorities_and_constraints_reach_the_scheduler():
         await until(lambda: len(waiting) == 4)
         assert [one.request.priority for one in waiting] == [-1, -1, 2, 2]
         assert [await text_of(soon), await text_of(late)] == ["aabbcc", "aabbcc"]
+
+
+@asynchronous
+async def test_an_id_used_again_gets_nothing_of_the_older_request():
+    runner = FakeRunner(letters)
+    async with running(runner) as (frontend, _):
+        expected = await text_of(frontend.start("a", [66] * 9, SamplingParams(max_tokens=5)))
+        older = frontend.start("a", [65] * 9, LONG)
+        await anext(older)
+        with pytest.raises(InvalidRequest, match="'a' is under way"):
+            frontend.start("a", [66] * 9, LONG)
+        runner.hangs.set()
+        older.close()  # a step of it is under way
+        again = frontend.start("a", [66] * 9, SamplingParams(max_tokens=5))
+        older.close()
+        assert frontend.num_live == 1
+        runner.hangs.clear()
+        assert await text_of(again) == expected
 
 
 @asynchronous

@@ -128,3 +128,55 @@ def test_files_that_are_no_results(tmp_path, text):
         compare(path, path, 0.05, allows_different=False)
     with pytest.raises(ConfigError, match="cannot be read"):
         compare(tmp_path / "none", path, 0.05, allows_different=False)
+
+
+def sweep(kind, speed, **settings):
+    """A result of a sweep whose times are `speed` times as large as those of 1."""
+    case = {"batch_size": 2, "input_len": 8}
+    if kind == "prefill":
+        case |= {"chunk": 64, "samples_ms": [10.0 * speed, 11.0 * speed]}
+    elif kind == "decode":
+        steps = [speed, 2 * speed, 3 * speed, 5 * speed, 6 * speed, 7 * speed]
+        case["samples"] = {"prefill_ms": [4.0, 4.0], "latency_ms": [20.0 * speed, 22.0 * speed], "step_ms": steps}
+    else:
+        case = {
+            "layer": {"name": "8x2"},
+            "dtype": "float32",
+            "num_tokens": 4,
+            "samples_ms": {"dense": [speed, speed], "ragged": [2.0, 2.0]},
+        }
+    return {"benchmark": kind, "settings": settings, "results": [case]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("prefill", {"2x8 /64 latency_ms": "worse"}),
+        ("decode", {"2x8 prefill_ms": "same", "2x8 latency_ms": "worse", "2x8 step_ms": "same"}),
+        ("moe", {"8x2 float32 4 dense_ms": "worse", "8x2 float32 4 ragged_ms": "same"}),
+    ],
+)
+def test_iterations_of_a_sweep_are_runs(write, kind, expected):
+    said, found = verdicts(write(sweep(kind, 1.0, num_iters=2)), write(sweep(kind, 2.0, num_iters=3)))
+    assert said == expected
+    assert found.num_runs == (2, 2)
+    if kind == "decode":
+        assert {row.name: row.before for row in found.rows}["2x8 step_ms"] == (2 + 6) / 2, (
+            "the median step of each iteration"
+        )
+
+
+def test_compiled_layers_are_compared_by_their_modelled_times(write):
+    def document(fused_us):
+        row = {
+            "workload": "W",
+            "format": "bfloat16",
+            "chip": "v6e",
+            "num_tokens": 16,
+            "fused_us": fused_us,
+            "xla_least_us": 5.0,
+        }
+        return {"benchmark": "moe", "is_compiled": True, "results": [row]}
+
+    said, _ = verdicts(write(document(10.0)), write(document(8.0)))
+    assert said == {"W bfloat16 v6e 16 fused_us": "better", "W bfloat16 v6e 16 xla_least_us": "same"}

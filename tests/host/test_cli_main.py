@@ -71,7 +71,7 @@ def test_version(capsys):
         (["batch", "-i", "x"], "required: -o/--output-file"),
         (["bench"], "required: BENCHMARK"),
         (["bench", "prefill", "--num-iters", "0"], "'0' is not a positive integer"),
-        (["bench", "decode", "--enable-prefix-caching"], "unknown flag --enable-prefix-caching"),
+        (["bench", "decode", "--enable-prefix-cache"], "unknown flag --enable-prefix-cache"),
         (["batch", "-i", "x", "-o", "y", "--output-fil", "z"], "did you mean --output-file?"),
     ],
 )

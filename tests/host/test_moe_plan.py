@@ -211,7 +211,7 @@ def test_which_token_counts_the_kernel_takes_where_nobody_measured():
     assert taken == {1: "fused D", 256: "fused D", 257: "ragged", 511: "ragged", 512: "fused G", 32768: "fused G"}
     assert {plan(tokens, num_devices=1).path for tokens in (1, 256, 4096)} == {"ragged"}
     assert plan(64, num_devices=1).reason == "not fused: on one device nothing travels between experts"
-    assert {plan(tokens, chip=cpu_chip()).path for tokens in (1, 4096)} == {"ragged"}
+    assert [plan(tokens, chip=cpu_chip()).path for tokens in (1, 4096)] == ["gathered", "ragged"]
 
 
 def test_a_measured_threshold_decides_within_its_bucket():
@@ -426,7 +426,10 @@ def test_buckets_are_planned_once_and_the_log_says_how_many_have_rows(caplog):
 def test_equal_answers_share_a_line_of_the_log(caplog):
     caplog.set_level(logging.INFO)
     Planner(LAYER, 1, cpu_chip()).prepare([8, 16, 256])
-    assert "MoE for 8, 16, 256 tokens: ragged (not fused: on a CPU the kernel is only simulated)" in caplog.text
+    reason = "by rule, not measured; not fused: on a CPU the kernel is only simulated)"
+    assert f"MoE for 8, 16 tokens: gathered (gathered {reason}" in caplog.text
+    assert f"MoE for 256 tokens: ragged (ragged {reason}" in caplog.text
+    assert caplog.text.count("MoE for") == 2
     assert "tables" not in caplog.text, "there are none for a CPU"
     Planner(LAYER, 1, V6E).prepare([8, 16, 256])
     assert "MoE tuning tables: not used, the fused kernel runs for none of 3 token buckets" in caplog.text

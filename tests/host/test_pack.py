@@ -2,9 +2,11 @@
 
 import jax
 import numpy as np
+from packing_reference import check_packed
 
 from tpu_serve.request import Bias, Request, SamplingParams
-from tpu_serve.runner.pack import MOST_REPETITION, PackLayout, pack, pack_masks
+from tpu_serve.runner.pack import Packer, PackLayout, pack_masks
+from tpu_serve.runner.slot_rows import MOST_REPETITION
 from tpu_serve.scheduler.sequence import Sequence
 from tpu_serve.scheduler.step import Scheduled
 
@@ -25,11 +27,12 @@ def scheduled(start, length, tokens, pages, slot, samples=True, num_prompt=None,
     )
     sequence = Sequence(request, 99)
     sequence.tokens, sequence.pages, sequence.slot = list(tokens), [list(pages)], slot
-    return Scheduled(sequence, start, length, samples)
+    return Scheduled(sequence, start, length, samples, is_first=True)
 
 
 def read(*rows):
-    flat = pack(rows, LAYOUT)
+    flat = Packer(LAYOUT).pack((rows,), LAYOUT)
+    check_packed(flat, rows, LAYOUT)
     assert flat.dtype == np.int32
     assert flat.shape == (LAYOUT.size,)
     return jax.tree.map(np.asarray, UNPACK(flat))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_driver import add, commit, drain, make, rows, schedule, step
+from scheduler_driver import WORD, add, commit, drain, make, rows, schedule, step
 
 from tpu_serve.request import FinishReason, Request, SamplingParams
 from tpu_serve.scheduler.page_pool import hash_page
@@ -273,3 +273,20 @@ def test_counters_count() -> None:
     assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens_computed) == (21, 8, 13)
     assert (stats.generated, stats.num_preemptions) == (6, 0)
     assert stats.finished == {"stop": 0, "length": 2, "abort": 1, "error": 0}
+
+
+def test_who_waits_for_pages_is_looked_up_again_only_when_its_prefix_comes_or_goes(monkeypatch) -> None:
+    scheduler = make(pages=8, budget=20, length=24)
+    lookups: list[int] = []
+    match = scheduler.cache.match
+    monkeypatch.setattr(scheduler.cache, "match", lambda hashes: lookups.append(len(hashes)) or match(hashes))
+    add(scheduler, "a", [5, 6, 7])
+    add(scheduler, "b", 16, max_tokens=8)
+    step(scheduler)
+    add(scheduler, "c", [5, 6, 7, WORD, WORD, WORD, WORD, WORD, *[9] * 8])
+    counts = []
+    for _ in range(5):
+        lookups.clear()
+        assert [name for name, _, _ in step(scheduler)] == ["a", "b"]
+        counts.append(len(lookups))
+    assert counts == [1, 0, 0, 0, 1]  # in the last one "a" fills its second page, which "c" can share

@@ -1,26 +1,51 @@
 """Random traffic on a device that does nothing but check: whatever is batched, shared, preempted or aborted, every cell that a
-sequence reads holds its own token, and every answer is the one the sequence would have had alone."""
+sequence reads holds its own token, and every answer is the one the sequence would have had alone. Beside it runs a scheduler that looks at the
+pages of every row and remembers no match, which must plan and answer the same; and what is packed is what a definition of it says."""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from checking_device import Alone, CheckingDevice, Row
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from packing_reference import check_packed
 from watcher import Watcher
 
-from tpu_serve.request import FinishReason, Request, SamplingParams, TokenOutput
+from tpu_serve.request import Bias, FinishReason, Request, SamplingParams, TokenOutput
+from tpu_serve.runner.pack import Packer, PackLayout
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool, most_pages
 from tpu_serve.scheduler.scheduler import Scheduler
-from tpu_serve.scheduler.sequence import Sequence
+from tpu_serve.scheduler.sequence import Sequence, Status
 from tpu_serve.scheduler.snapshots import Snapshots
 from tpu_serve.scheduler.step import SampledToken, SchedulerOutput
 
 MAX_LAUNCHED = 2
 pytestmark = pytest.mark.timeout(600)  # passes in seconds; a failure is first made small
 PREFIXES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 5, 9, 2, 7, 1, 8, 2, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]]
+
+
+SAMPLING = (
+    {"temperature": 0.0, "top_k": 3},
+    {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.25},
+    {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 2.0},
+    {"logprobs": 2},
+)
+
+
+class CarefulCache(Cache):
+    """Has every row looked at, as if something were to be done about its pages in each step, and every match made anew."""
+
+    def grow(self, sequence: Sequence, end: int) -> None:
+        super().grow(sequence, end)
+        sequence.next_page_event = 0
+
+    num_watched_changes = property(lambda self: object())
 
 
 @st.composite
@@ -61,18 +86,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             for window in windows
         ]
         self.cache = Cache(self.pools, None if num_snapshots is None else Snapshots(num_snapshots))
-        self.scheduler = Scheduler(
-            self.cache,
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=self.budget,
-            max_model_len=self.max_model_len,
-            enable_prefix_caching=caching,
-            num_decode_steps=num_decode_steps,
+        pools = [PagePool(pool.num_pages, page_size, pool.window) for pool in self.pools]
+        careful = CarefulCache(pools, None if num_snapshots is None else Snapshots(num_snapshots))
+        self.scheduler, self.careful = (
+            Scheduler(
+                cache,
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=self.budget,
+                max_model_len=self.max_model_len,
+                enable_prefix_caching=caching,
+                num_decode_steps=num_decode_steps,
+            )
+            for cache in (self.cache, careful)
         )
+        self.layout = PackLayout(
+            self.budget, num_seqs, -(-num_tokens // page_size), page_size, 2 * num_seqs, len(windows), num_snapshots
+        )
+        self.packer = Packer(self.layout)
         self.caching, self.device = caching, CheckingDevice(page_size, windows, self.has_state)
         self.alone: dict[str, Alone] = {}
         self.unfinished: dict[str, Alone] = {}
         self.launched: list[tuple[SchedulerOutput, list[Row], list[SampledToken | None]]] = []
+        self.planned: list[SchedulerOutput | None] = []  # by the other scheduler
         self.num_added = self.num_finished = 0
 
     # ---- what can happen --------------------------------------------------------------------------------------------
@@ -90,6 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             [None, None, Watcher(False), Watcher(True), Watcher(True, 3), Watcher(False, 4), Watcher(True, 0, 3)]
         ),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        sampling=st.sampled_from(SAMPLING),
+        others=st.sampled_from([{}, {}, {"biases": (Bias(3, 1.0),)}, {"forced_token_ids": (5, 7)}]),
     )
     def add(
         self,
@@ -103,20 +140,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         watcher: Watcher | None,
         prompt_logprobs: int | None,
+        sampling: dict[str, Any],
+        others: dict[str, Any],
     ) -> None:
         for _ in range(copies):
             request = Request(
                 id=f"r{self.num_added}",
                 prompt_token_ids=tuple(prompt[: self.max_model_len - 1]),
                 params=SamplingParams(
-                    max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs
+                    max_tokens=max_tokens,
+                    stop_token_ids=stop,
+                    ignore_eos=ignore_eos,
+                    prompt_logprobs=prompt_logprobs,
+                    **sampling,
                 ),
                 eos_token_ids=eos,
                 cache_salt=salt,
                 priority=priority,
                 constraint=watcher,
+                seed=-self.num_added,
+                choice=self.num_added,
+                **others,
             )
             self.scheduler.add(request)
+            self.careful.add(request)
             self.alone[request.id] = self.unfinished[request.id] = Alone.of(request, self.num_added, self.max_model_len)
             self.num_added += 1
 
@@ -137,6 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         output, rows, results = self.launched.pop(0)
         expected = [row.alone for row in rows if row.samples and row.alone.request.id in self.unfinished]
         outputs = self.scheduler.commit(output, results)
+        planned = self.planned.pop(0)
+        twins = self.careful.commit(planned, results)
+        for item in planned.scheduled:  # what has become known is offered at once, wherever it ends
+            if item.sequence.status is Status.RUNNING:
+                self.careful._prefixes.seal(item.sequence)
+        assert list(map(untimed, outputs)) == list(map(untimed, twins))
         assert [item.request_id for item in outputs] == [alone.request.id for alone in expected]
         for item in outputs:
             self.receive(item)
@@ -166,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.unfinished)))
         output = self.scheduler.abort(request_id)
         assert (output.request_id, output.finish_reason, output.token_ids) == (request_id, FinishReason.ABORT, ())
+        assert self.careful.abort(request_id) is not None
         assert self.scheduler.abort(request_id) is None
         del self.unfinished[request_id]
         self.num_finished += 1
@@ -177,7 +231,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         num_pages = {sequence: len(sequence.pages[0]) for sequence in running}
         held = {sequence for sequence in running if sequence.needs_last_token}
-        output = scheduler.schedule()
+        output, twin = scheduler.schedule(), self.careful.schedule()
+        assert plan(output) == plan(twin)
+        if twin is not None:
+            self.planned.append(twin)
         assert scheduler.running[:1] == running[:1] or not running or not (output and output.preempted)
         if output is None:
             assert self.launched or not scheduler.has_work, "nothing runs and nothing will ever run"
@@ -243,6 +300,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert order == sorted(order), "single tokens first, then those that ran before, each group in order"
         launched = [row for _, earlier, _ in self.launched for row in earlier]
         self.check_slots([*launched, *rows])
+        packed = self.packer.pack((output.scheduled,), self.layout)
+        check_packed(packed, output.scheduled, self.layout)
         for pool, window in enumerate(self.windows):
             # What lies behind a window is given back at once, for a later step to write.
             self.check_pages(rows if window is not None else [*launched, *rows], pool)
@@ -367,12 +426,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.launched
         assert self.cache.usage == 0
         self.scheduler.check()
+        self.careful.check()
         stats = self.scheduler.stats
         assert sum(stats.finished.values()) == self.num_finished == self.num_added
+        assert stats == self.careful.stats
         assert stats.generated == sum(alone.received for alone in self.alone.values())
         assert stats.prefix_hits == sum(alone.num_cached or 0 for alone in self.alone.values())
         assert self.cache.reset()
 
 
+def plan(output: SchedulerOutput | None) -> Any:
+    """Everything about a planned step but whose it is and what it says of pages that stay."""
+    if output is None:
+        return None
+    rows = [
+        (
+            item.sequence.request.id,
+            item.sequence.slot,
+            item.sequence.pages,
+            replace(item, sequence=None, has_new_pages=True),
+        )
+        for item in output.scheduled
+    ]
+    return output.step_id, rows, output.num_tokens, output.num_steps, [one.request.id for one in output.preempted]
+
+
+def untimed(output: TokenOutput) -> TokenOutput:
+    """But for the clock."""
+    output = copy.copy(output)
+    output.timing = None
+    return output
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

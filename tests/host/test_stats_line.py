@@ -1,5 +1,9 @@
 """The line that says every few seconds what the engine does."""
 
+from types import SimpleNamespace
+
+from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.reading import read
 from tpu_serve.request import Request, SamplingParams
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
@@ -10,7 +14,8 @@ from tpu_serve.server.stats_line import StatsLine
 
 def test_the_line_counts_since_the_one_before_and_is_silent_when_idle():
     scheduler = Scheduler(Cache([PagePool(11, 4)]), max_num_seqs=2, max_num_batched_tokens=32, max_model_len=40)
-    line = StatsLine(scheduler)
+    core = EngineCore(scheduler, SimpleNamespace(compile_count=0))
+    line = StatsLine(lambda: read(core, (0, 0.0), 0, (0, 0)))
     assert line.take(10) is None
     for name in "abc":
         scheduler.add(Request(id=name, prompt_token_ids=(7,) * 9, params=SamplingParams(max_tokens=2)))

@@ -1,10 +1,9 @@
 """What is told of the engine's steps: how long they take by kind, and how much of them is padding."""
 
-from types import SimpleNamespace
-
 from prometheus_client import CollectorRegistry
 
 from tpu_serve.engine.core import EngineCore
+from tpu_serve.engine.reading import record
 from tpu_serve.request import Request, SamplingParams
 from tpu_serve.scheduler.cache import Cache
 from tpu_serve.scheduler.page_pool import PagePool
@@ -30,13 +29,23 @@ class Runner:
     def reset(self): ...
 
 
+class Engine:
+    """Tells of its steps as one in this process does."""
+
+    def __init__(self, core):
+        self._core = core
+
+    def follow_steps(self, on_step):
+        self._core.on_step = lambda output, seconds: on_step(record(output, seconds, (8, 16, 32)))
+
+
 def make():
     scheduler = Scheduler(Cache([PagePool(40, 4)]), max_num_seqs=4, max_num_batched_tokens=32, max_model_len=40)
     core = EngineCore(scheduler, Runner())
     families, registry = Families(tuple(LABELS.values()), ("own",)), CollectorRegistry()
     steps = StepMetrics(tuple(LABELS.values()), families)
     registry.register(families)
-    steps.watch(SimpleNamespace(core=core, buckets=(8, 16, 32)))
+    steps.watch(Engine(core))
     return core, registry
 
 

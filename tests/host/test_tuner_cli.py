@@ -176,7 +176,7 @@ def test_the_score(monkeypatch, tmp_path, words, kind):
 
 
 BAD = {
-    "kernel": (["--compile-only"], "KERNEL moe is unknown; known are fused_moe_v2."),
+    "kernel": (["--compile-only"], "KERNEL moe is unknown; known are fused_moe_v2, experts."),
     "chip": (["--compile-only", "--chip", "v9"], "--chip v9 is unknown; known are v5e, v5p, v6e, tpu7x."),
     "workload": (["--workload", "GPT"], "--workload GPT is unknown; known are Qwen3-30B-A3B, "),
     "format": (["--format", "fp1"], "--format fp1 is unknown; known are float32, bfloat16, "),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tpu_serve.bench.result_files import read_documents
 from tpu_serve.config import ConfigError
 
 Verdict = Literal["better", "worse", "same"]
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def compare(before: Path, after: Path, threshold: float, *, allows_different: bool) -> Comparison:
-    """Compares two files of `bench serve`, `throughput`, `latency` or `startup`; several lines of JSON in a file are several runs.
+    """Compares two files of any benchmark but `kernels` and `models`; several lines of JSON in a file are several runs.
 
     A figure has changed when its ratio is away from 1 by more than `threshold` and by more than the two half ranges of the runs together,
     and, of figures of which there are several runs of both, when their ranges do not overlap.
@@ -129,22 +129,9 @@ def _half_range(values: Sequence[float]) -> float:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not JSON.") from None
-    decoder, documents, place = json.JSONDecoder(), [], 0
-    try:
-        while text[place:].strip():
-            place += len(text[place:]) - len(text[place:].lstrip())
-            value, place = decoder.raw_decode(text, place)
-            documents.append(value)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}.") from None
-    if not documents or not all(isinstance(document, dict) and any(_runs([document])) for document in documents):
-        raise ConfigError(f"{path} is no result of bench serve, throughput, latency or startup.")
+    documents = read_documents(path)
+    if not all(any(_runs([document])) for document in documents):
+        raise ConfigError(f"{path} is no result of bench serve, throughput, latency, startup, prefill, decode or moe.")
     return documents
 
 
@@ -181,6 +168,8 @@ def _repeats(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The runs of one document, which is its only one unless it says otherwise."""
     if document.get("benchmark") == "startup":
         return _starts(document)
+    if isinstance(document.get("results"), list):
+        return _iterations(document["results"])
     repeats = document.get("repeats")
     if isinstance(repeats, list) and repeats:
         return repeats
@@ -202,3 +191,37 @@ def _starts(document: Mapping[str, Any]) -> list[dict[str, float]]:
         }
         for place in range(max(map(len, kinds.values()), default=0))
     ]
+
+
+def _iterations(results: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The measured iterations of a sweep, each with a figure for every case."""
+    cases = {f"{_case(result)} {name}": values for result in results for name, values in _samples(result).items()}
+    return [
+        {name: values[place] for name, values in cases.items()}
+        for place in range(min(map(len, cases.values()), default=0))
+    ]
+
+
+def _case(result: Mapping[str, Any]) -> str:
+    if "batch_size" in result:
+        chunk = f" /{result['chunk']}" if "chunk" in result else ""
+        return f"{result['batch_size']}x{result['input_len']}{chunk}"
+    layer = result.get("layer")
+    name = layer["name"] if isinstance(layer, dict) else f"{result.get('workload')} {result.get('format')}"
+    return f"{name} {result.get('dtype', result.get('chip'))} {result.get('num_tokens')}"
+
+
+def _samples(result: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+    """Values of each iteration by name. Steps of a batch are told by their median."""
+    samples = result.get("samples", result.get("samples_ms"))
+    if isinstance(samples, list):
+        return {"latency_ms": samples}
+    if not isinstance(samples, dict):
+        values = {name: result.get(name) for name in ("fused_us", "xla_least_us")}
+        return {name: [float(value)] for name, value in values.items() if value is not None}
+    if "step_ms" not in samples:
+        return {f"{name}_ms": values for name, values in samples.items()}
+    steps, count = samples["step_ms"], len(samples["latency_ms"])
+    size = len(steps) // count
+    medians = [statistics.median(steps[place * size : (place + 1) * size]) for place in range(count)]
+    return {**{name: samples[name] for name in ("prefill_ms", "latency_ms")}, "step_ms": medians}

@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from tpu_serve.bench.bound import Rows
 from tpu_serve.bench.driver import Driver, Run
-from tpu_serve.bench.report import summary
+from tpu_serve.bench.report import percentile, summary
 from tpu_serve.bench.sweep import Sweep
 from tpu_serve.config import ConfigError
 
@@ -26,14 +27,23 @@ COLUMNS = {
     "p99": "step_ms.p99",
     "min": "step_ms.min",
     "decode tokens/s": "tokens_per_second",
+    "of bound": "bound_share",
     "total ms": "latency_ms.median",
 }
 
 
 def run_decode(
-    driver: Driver, sweep: Sweep, output_len: int, on_run: Callable[[], None] = lambda: None
+    driver: Driver,
+    sweep: Sweep,
+    output_len: int,
+    bound_seconds: Callable[[Rows], float],
+    on_run: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One result per prompt length and batch size; `on_run` is called after every batch, warm-ups included.
+    """One result per prompt length and batch size.
+
+    Args:
+      bound_seconds: the least time that a step with these rows can take; that of the sequences' middle is compared with.
+      on_run: called after every batch, warm-ups included.
 
     Raises:
       ConfigError: `output_len` is too short for a batch to ever decode as a whole.
@@ -44,7 +54,8 @@ def run_decode(
         def run(input_len: int = input_len, batch_size: int = batch_size) -> tuple[Run, Run]:
             return driver.run(batch_size, input_len, 1), driver.run(batch_size, input_len, output_len)
 
-        results.append(_result(input_len, output_len, batch_size, sweep.measure(run, on_run)))
+        bound = bound_seconds([(input_len + output_len // 2, 1)] * batch_size)
+        results.append(_result(input_len, output_len, batch_size, sweep.measure(run, on_run), bound * 1e3))
     return results
 
 
@@ -60,7 +71,9 @@ def full_steps(run: Run, batch_size: int) -> list[float]:
     return seconds
 
 
-def _result(input_len: int, output_len: int, batch_size: int, runs: list[tuple[Run, Run]]) -> dict[str, Any]:
+def _result(
+    input_len: int, output_len: int, batch_size: int, runs: list[tuple[Run, Run]], bound_ms: float
+) -> dict[str, Any]:
     prefill_ms = [prefill.seconds * 1e3 for prefill, _ in runs]
     latency_ms = [run.seconds * 1e3 for _, run in runs]
     step_ms = [seconds * 1e3 for _, run in runs for seconds in full_steps(run, batch_size)]
@@ -78,5 +91,7 @@ def _result(input_len: int, output_len: int, batch_size: int, runs: list[tuple[R
         "step_ms": summary(step_ms),
         "latency_ms": summary(latency_ms),
         "tokens_per_second": batch_size * len(step_ms) / sum(step_ms) * 1e3,
+        "bound_ms": bound_ms,
+        "bound_share": bound_ms / percentile(step_ms, 50),
         "samples": {"prefill_ms": prefill_ms, "step_ms": step_ms, "latency_ms": latency_ms},
     }

@@ -13,6 +13,7 @@ import numpy as np
 from tpu_serve.config import ConfigError
 from tpu_serve.engine.core import EngineCore
 from tpu_serve.request import FinishReason, Request, SamplingParams
+from tpu_serve.scheduler.step import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,14 @@ class Run:
 
     Attributes:
       steps: those that brought tokens, in order.
+      launches: the rows of each launch that was collected, as (position of the first token, how many tokens); of several data ranks those of
+        the one with most tokens.
       num_launched: steps launched.
       num_preemptions: sequences that lost their pages for a while: the figures are not of a steady state then.
     """
 
     steps: list[Step] = field(default_factory=list)
+    launches: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
     num_launched: int = 0
     num_preemptions: int = 0
 
@@ -82,6 +86,15 @@ class Driver:
                     f"{pool.num_usable} are there. Raise --num-pages or --kv-cache-memory-bytes, or take a smaller --batch-size."
                 )
 
+    def check_chunks(self, chunks: Sequence[int], batch_sizes: Sequence[int]) -> None:
+        """Raises `ConfigError` where steps of so many tokens are not the engine's, or are narrower than a batch."""
+        limit = self.core.scheduler.max_num_batched_tokens
+        for chunk in chunks:
+            if chunk > limit:
+                raise ConfigError(f"--chunk {chunk} needs --max-num-batched-tokens {chunk}; it is {limit}.")
+            if chunk < max(batch_sizes):
+                raise ConfigError(f"--chunk {chunk} is less than a token for each of a batch of {max(batch_sizes)}.")
+
     def run(self, batch_size: int, input_len: int, output_len: int) -> Run:
         """Adds `batch_size` random prompts at once and steps until each has `output_len` tokens.
 
@@ -90,6 +103,8 @@ class Driver:
         """
         requests = [self._request(input_len, output_len) for _ in range(batch_size)]
         core, run = self.core, Run()
+        outputs_seen: list[SchedulerOutput] = []
+        core.on_step = lambda output, seconds: outputs_seen.append(output)
         num_steps, num_preemptions = core.num_steps, core.scheduler.stats.num_preemptions
         gc.collect()
         started = time.perf_counter()
@@ -106,7 +121,10 @@ class Driver:
             for output in outputs:
                 if output.finish_reason not in (None, FinishReason.LENGTH):
                     raise RuntimeError(f"the engine ended a request: {output.error or output.finish_reason}")
-        return Run(run.steps, core.num_steps - num_steps, core.scheduler.stats.num_preemptions - num_preemptions)
+        launches = [_rows(output) for output in outputs_seen]
+        return Run(
+            run.steps, launches, core.num_steps - num_steps, core.scheduler.stats.num_preemptions - num_preemptions
+        )
 
     def _request(self, input_len: int, output_len: int) -> Request:
         return Request(
@@ -114,6 +132,11 @@ class Driver:
             prompt_token_ids=tuple(self._random.integers(0, self._vocab_size, input_len).tolist()),
             params=SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True),
         )
+
+
+def _rows(output: SchedulerOutput) -> tuple[tuple[int, int], ...]:
+    largest = max(output.by_rank, key=lambda rows: sum(row.length for row in rows))
+    return tuple((row.start, row.length) for row in largest)
 
 
 def check_batch(batch_size: int, max_num_seqs: int) -> None:

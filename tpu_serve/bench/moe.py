@@ -1,4 +1,4 @@
-"""Times one mixture-of-experts layer on this CPU by the implementations in XLA's own operations: `dense` and `ragged`."""
+"""Times one mixture-of-experts layer on this CPU by the implementations in XLA's own operations: `dense`, `ragged` and `gathered`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from tpu_serve.bench.moe_cases import BACKENDS, Case, Layer
 from tpu_serve.bench.moe_rows import EMPTY, Row
 from tpu_serve.layers.moe.backends import Dense, Ragged
+from tpu_serve.layers.moe.gathered import Gathered
 from tpu_serve.layers.moe.routing import ExpertWeights, Routing
 
 Program = Callable[[jax.Array, Routing, ExpertWeights], jax.Array]
@@ -82,7 +83,12 @@ def _measure(
 
 def _programs() -> dict[str, Program]:
     """Each compiled on its first call. The empty one has the same arguments and tells what a call costs."""
-    made: dict[str, Program] = {"dense": Dense(), "ragged": Ragged(chip_is_tpu=False), EMPTY: _nothing}
+    made: dict[str, Program] = {
+        "dense": Dense(),
+        "ragged": Ragged(chip_is_tpu=False),
+        "gathered": Gathered(),
+        EMPTY: _nothing,
+    }
     assert tuple(made) == (*BACKENDS, EMPTY)
     return {name: jax.jit(program) for name, program in made.items()}
 
@@ -138,7 +144,7 @@ def document(rows: Sequence[Row]) -> list[dict[str, object]]:
             "num_padding": row.case.num_padding,
             "median_ms": {name: row.median(name) for name in row.samples_ms},
             "ratio": row.ratio,
-            "faster": row.faster,
+            "fastest": row.fastest,
             "is_clear": row.is_clear,
             "chosen": row.chosen,
             "loss": row.loss,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tpu_serve.config import ConfigError
 
-BACKENDS = ("dense", "ragged")
+BACKENDS = ("dense", "ragged", "gathered")
 DTYPES = {"float32": 4, "bfloat16": 2}
 """Bytes of a value."""
 

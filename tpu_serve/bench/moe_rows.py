@@ -16,16 +16,16 @@ MOST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.05}
 """Of the backends' results, as a share of the largest value: beyond it they do not compute the same layer."""
 
 HEADINGS = (
-    "layer", "type", "tokens", "padding", "dense ms", "middle half", "ragged ms", "middle half", "empty ms",
-    "dense/ragged", "faster", "plan takes", "plan/faster",
+    "layer", "type", "tokens", "padding", *(heading for name in BACKENDS for heading in (f"{name} ms", "middle half")), "empty ms",
+    "dense/ragged", "fastest", "plan takes", "plan/fastest",
 )  # fmt: skip
 
 NOTES = (
-    "Compared: dense (every expert on every token) and ragged (rows sorted by expert, then a loop over blocks of rows) do the same sums in code "
-    "that XLA compiled for",
-    "this CPU. They are called in turn in one process, with the same random tokens and routing. Times are medians, and half of the samples lie in "
+    "Compared: dense (every expert on every token), ragged (rows sorted by expert, then a loop over blocks of rows) and gathered (every expert in use on "
+    "every token) do the same",
+    "sums in code that XLA compiled for this CPU. They are called in turn in one process, with the same random tokens and routing. Times are medians, and half of the samples lie in "
     "the middle half; '?'",
-    "says that the middle halves overlap. An empty call has the same arguments and computes nothing; it is part of every time.",
+    "says that the middle halves of the fastest one and another overlap. An empty call has the same arguments and computes nothing; it is part of every time.",
     "Not compared: the fused and grouped kernels. A CPU only simulates them, and their times there say nothing about a TPU. Neither does this table.",
 )
 
@@ -59,19 +59,19 @@ class Row:
         return self.median("dense") / self.median("ragged")
 
     @property
-    def faster(self) -> str:
+    def fastest(self) -> str:
         return min(BACKENDS, key=self.median)
 
     @property
     def is_clear(self) -> bool:
-        """Whether the slower one's middle half begins only after the faster one's ends."""
-        slower = next(name for name in BACKENDS if name != self.faster)
-        return self.middle_half(self.faster)[1] < self.middle_half(slower)[0]
+        """Whether the others' middle halves begin only after the fastest one's ends."""
+        others = [name for name in BACKENDS if name != self.fastest]
+        return all(self.middle_half(self.fastest)[1] < self.middle_half(name)[0] for name in others)
 
     @property
     def loss(self) -> float:
-        """Time of the backend that is chosen, in times of the faster one; 1 when that is chosen."""
-        return self.median(self.chosen) / self.median(self.faster)
+        """Time of the backend that is chosen, in times of the fastest one; 1 when that is chosen."""
+        return self.median(self.chosen) / self.median(self.fastest)
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -92,15 +92,15 @@ def warnings(rows: Sequence[Row]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One line: how much slower the plan's choices are than the faster ones."""
+    """One line: how much slower the plan's choices are than the fastest ones."""
     mean = math.exp(math.fsum(math.log(row.loss) for row in rows) / len(rows))
     worst = max(rows, key=lambda row: row.loss)
     missed = sum(row.loss > 1 for row in rows)
-    line = f"The plan takes the faster one in {len(rows) - missed} of {len(rows)} rows"
+    line = f"The plan takes the fastest one in {len(rows) - missed} of {len(rows)} rows"
     if not missed:
         return f"{line}: it loses nothing."
     return (
-        f"{line}; its choices take {mean:.2f} times the time of the faster ones (geometric mean), {worst.loss:.2f} times at worst "
+        f"{line}; its choices take {mean:.2f} times the time of the fastest ones (geometric mean), {worst.loss:.2f} times at worst "
         f"({_name(worst.case)})."
     )
 
@@ -120,7 +120,7 @@ def _cells(row: Row) -> list[str]:
         *times,
         _ms(row.median(EMPTY)),
         f"{row.ratio:.2f}",
-        row.faster + ("" if row.is_clear else "?"),
+        row.fastest + ("" if row.is_clear else "?"),
         row.chosen,
         f"{row.loss:.2f}",
     ]

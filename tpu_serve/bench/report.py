@@ -98,6 +98,7 @@ class Report:
       num_compiles_during: programs compiled while it was measured; anything but 0 spoils the figures.
       results: one mapping per case, holding plain values, summaries and raw samples.
       columns: what the table shows: heading -> path into a result, with dots.
+      bound: the rates that shares of the bound were calculated with; `bound_note` says them.
     """
 
     benchmark: str
@@ -109,6 +110,8 @@ class Report:
     num_compiles_during: int
     results: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]
+    bound: Mapping[str, Any]
+    bound_note: str
 
     def warnings(self) -> list[str]:
         """Reasons to distrust the figures."""
@@ -127,7 +130,8 @@ class Report:
         rows = [[_cell(_at(result, path)) for path in self.columns.values()] for result in self.results]
         body = table(list(self.columns), rows)
         compiles = f"compiled programs: {self.num_compiles_before} before, {self.num_compiles_during} while measuring"
-        return "\n".join([head, "", body, "", compiles, *(f"WARNING: {warning}" for warning in self.warnings())])
+        bound = f"of bound: the least time, calculated from bytes and products at {self.bound_note}, as a share of the median"
+        return "\n".join([head, "", body, "", bound, compiles, *(f"WARNING: {warning}" for warning in self.warnings())])
 
     def document(self) -> dict[str, Any]:
         """Everything, as JSON values."""
@@ -146,6 +150,7 @@ class Report:
             "model": info,
             "engine_options": {name: getattr(getattr(self.config, part), name) for part, name, _ in engine_options()},
             "settings": dict(self.settings),
+            "bound": dict(self.bound),
             "compiles": {"before": self.num_compiles_before, "during": self.num_compiles_during},
             "warnings": self.warnings(),
             "results": [dict(result) for result in self.results],

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_serve.bench import decode, prefill
+from tpu_serve.bench.bound import Bound
 from tpu_serve.bench.driver import Driver, check_batch, check_context
 from tpu_serve.bench.report import Environment, Report
 from tpu_serve.bench.sweep import Sweep
@@ -28,9 +29,11 @@ def bench_prefill(config: EngineConfig, sweep: Sweep, on_phase: Phase, on_run: C
     """
     num_tokens = max(sweep.input_lens) + 1
     engine, driver = prepare(config, sweep, num_tokens, on_phase)
+    driver.check_chunks([chunk for chunk in sweep.chunks if chunk is not None], sweep.batch_sizes)
+    bound = Bound.of(engine)
     before = num_compiled()
-    results = prefill.run_prefill(driver, sweep, on_run)
-    return _report("prefill", prefill.COLUMNS, engine, sweep, {}, before, results)
+    results = prefill.run_prefill(driver, sweep, bound.seconds, on_run)
+    return _report("prefill", prefill.COLUMNS, engine, sweep, {}, bound, before, results)
 
 
 def bench_decode(
@@ -46,9 +49,10 @@ def bench_decode(
             "--output-len must be at least 3: neither the first token nor the last comes from a full decode step."
         )
     engine, driver = prepare(config, sweep, max(sweep.input_lens) + output_len, on_phase)
+    bound = Bound.of(engine)
     before = num_compiled()
-    results = decode.run_decode(driver, sweep, output_len, on_run)
-    return _report("decode", decode.COLUMNS, engine, sweep, {"output_len": output_len}, before, results)
+    results = decode.run_decode(driver, sweep, output_len, bound.seconds, on_run)
+    return _report("decode", decode.COLUMNS, engine, sweep, {"output_len": output_len}, bound, before, results)
 
 
 def prepare(config: EngineConfig, sweep: Sweep, num_tokens: int, on_phase: Phase) -> tuple[Engine, Driver]:
@@ -83,6 +87,7 @@ def _report(
     engine: Engine,
     sweep: Sweep,
     settings: dict[str, Any],
+    bound: Bound,
     num_compiles_before: int,
     results: list[dict[str, Any]],
 ) -> Report:
@@ -92,6 +97,8 @@ def _report(
         environment=Environment.of(take_devices(engine.config.parallel)),  # those that the engine took
         config=engine.config,
         info=engine.info,
+        bound=bound.document(),
+        bound_note=str(bound),
         num_compiles_before=num_compiles_before,
         num_compiles_during=num_compiled() - num_compiles_before,
         results=results,

@@ -11,12 +11,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Every prompt length with every batch size, each `num_warmup` times unmeasured and `num_iters` times measured."""
+    """Every prompt length with every batch size, each `num_warmup` times unmeasured and `num_iters` times measured.
+
+    Attributes:
+      chunks: most tokens of a step, one after the other; None for the engine's own limit.
+    """
 
     input_lens: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     num_iters: int
     num_warmup: int
+    chunks: tuple[int | None, ...] = (None,)
 
     @property
     def cases(self) -> list[tuple[int, int]]:
@@ -25,7 +30,7 @@ class Sweep:
 
     @property
     def num_runs(self) -> int:
-        return len(self.cases) * (self.num_iters + self.num_warmup)
+        return len(self.chunks) * len(self.cases) * (self.num_iters + self.num_warmup)
 
     def measure(self, run: Callable[[], T], on_run: Callable[[], None]) -> list[T]:
         """Calls `run` for warming up, then for the record."""

@@ -9,8 +9,20 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_serve.cli import bench_compare, bench_engine, bench_models, bench_moe, bench_serve
-from tpu_serve.cli.options import add_engine_options, engine_config, positive
+from tpu_serve.cli import (
+    bench_compare,
+    bench_engine,
+    bench_host,
+    bench_models,
+    bench_moe,
+    bench_report,
+    bench_serve,
+    bench_stream,
+)
+from tpu_serve.cli.bench_engine import add_measured_engine_options
+from tpu_serve.cli.bench_plain import run_plain
+from tpu_serve.cli.options import engine_config, log_notes, positive
+from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +42,15 @@ def register(subparsers: Any) -> None:
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     prefill = kinds.add_parser(
         "prefill",
-        help="time to first token, by prompt length and batch size",
+        help="time to first token, by prompt length, batch size and tokens of a step",
         description="Time from a batch of random prompts to the first token of each.",
+    )
+    prefill.add_argument(
+        "--chunk",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="most tokens of a step, one after the other; each at most --max-num-batched-tokens (default: that)",
     )
     _add_options(prefill, run_prefill, input_lens=(16, 64, 256), batch_sizes=(1, 4), num_iters=10, num_warmup=2)
     decode = kinds.add_parser(
@@ -46,17 +65,33 @@ def register(subparsers: Any) -> None:
         metavar="N",
         help="tokens generated per prompt (default: %(default)s)",
     )
+    plain = kinds.add_parser(
+        "plain",
+        help="the engine against the same model in plain jitted JAX",
+        description="Times the engine and, in turn with it, a greedy loop around the model's forward pass with a dense cache and no engine.",
+    )
+    plain.add_argument(
+        "--output-len",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="tokens generated per prompt (default: %(default)s)",
+    )
+    _add_options(plain, run_plain, input_lens=(128,), batch_sizes=(1, 16), num_iters=5, num_warmup=1)
     bench_serve.add(kinds)
     bench_engine.add(kinds)
     bench_compare.add(kinds)
+    bench_report.add(kinds)
     _add_kernels(kinds)
+    bench_host.add(kinds)
     bench_moe.add(kinds)
     bench_models.add(kinds)
+    bench_stream.add(kinds)
     _add_options(decode, run_decode, input_lens=(32,), batch_sizes=(1, 4, 16), num_iters=3, num_warmup=1)
 
 
 def _add_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     run: Any,
     *,
     input_lens: Sequence[int],
@@ -75,7 +110,7 @@ def _add_options(
     parser.add_argument(
         "--output-json", type=Path, metavar="FILE", help="write everything, raw samples included, to FILE"
     )
-    add_engine_options(parser, without={"enable_prefix_caching"})
+    add_measured_engine_options(parser, is_cached=False)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -133,6 +168,7 @@ def _add_kernels(kinds: Any) -> None:
         help="continue the FILE of --output-json, if it is there: cells that it has from the same versions and --mode are not "
         "compiled again, unless they failed",
     )
+    kernels.add_config_option()
     kernels.set_defaults(run=run_kernels, parser=kernels)
 
 
@@ -228,11 +264,13 @@ def _sweep(arguments: argparse.Namespace) -> Sweep:
     from tpu_serve.bench.sweep import Sweep
 
     _writable(arguments.output_json)
+    log_notes(arguments)
     return Sweep(
         input_lens=tuple(arguments.input_len),
         batch_sizes=tuple(arguments.batch_size),
         num_iters=arguments.num_iters,
         num_warmup=arguments.num_iters_warmup,
+        chunks=tuple(getattr(arguments, "chunk", None) or (None,)),
     )
 
 

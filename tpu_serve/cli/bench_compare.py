@@ -14,8 +14,8 @@ def add(kinds: Any) -> None:
     parser = kinds.add_parser(
         "compare",
         help="two result files side by side, with a verdict",
-        description="Compares two result files of bench serve, throughput, latency or startup figure by figure: medians, their ratio, and a verdict that "
-        "takes the spread of repeated runs into account (--repeat, or several results in one file by --append-result). Exit code: 0, or 1 "
+        description="Compares two result files of bench serve, throughput, latency, startup, prefill, decode or moe figure by figure: medians, their ratio, and a verdict that "
+        "takes the spread of repeated runs into account (--repeat, several results in one file by --append-result, or the iterations of a sweep). Exit code: 0, or 1 "
         "with --fail-if-worse when something got worse; 2 when the two cannot be compared.",
     )
     add = parser.add_argument

@@ -10,10 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from tpu_serve.cli.bench_dataset import add_dataset_options, dataset_options
-from tpu_serve.cli.foreign import add_foreign_flags
-from tpu_serve.cli.foreign_table import ENGINE_FLAGS
-from tpu_serve.cli.options import add_engine_options, engine_config, log_notes, positive
+from tpu_serve.cli.foreign import Foreign, add_foreign_flags
+from tpu_serve.cli.options import add_engine_options, add_others, engine_config, log_notes, positive
+from tpu_serve.cli.parser import Parser
 from tpu_serve.config import ConfigError
+
+NO_CACHE = (
+    Foreign(
+        flags=("--enable-prefix-caching",),
+        takes=0,
+        note=True,
+        says="is off here: prompts that are found in the cache are not computed",
+    ),
+    Foreign(flags=("--no-enable-prefix-caching",), takes=0, done=""),
+)
+"""The prefix cache's switch where it must be off."""
 
 
 def add(kinds: Any) -> None:
@@ -33,7 +44,7 @@ def add(kinds: Any) -> None:
     flag("--num-iters", metavar="N", type=positive, default=30, help="batches measured (default: %(default)s)")
     flag("--profile", action="store_true", help="take a trace of one batch instead of measuring")
     flag("--profile-result-dir", metavar="FOLDER", type=Path, help="where the trace of --profile goes")
-    _finish(latency, run_latency, without={"enable_prefix_caching"})
+    _finish(latency, run_latency, is_cached=False)
 
     throughput = kinds.add_parser(
         "throughput",
@@ -164,10 +175,21 @@ def write_json(file: Path, document: Mapping[str, Any]) -> None:
     print(f"wrote {file}", file=sys.stderr)
 
 
-def _finish(parser: argparse.ArgumentParser, run: Any, without: set[str] | None = None) -> None:
+def add_measured_engine_options(parser: Parser, *, is_cached: bool = True) -> None:
+    """Adds MODEL, the engine's options and --config, so that a file for `serve` can be used as it is. Call it last.
+
+    Args:
+      is_cached: the prefix cache may be on.
+    """
+    add_engine_options(parser, without=() if is_cached else {"enable_prefix_caching"})
+    if not is_cached:
+        add_foreign_flags(parser, NO_CACHE)
+    add_others(parser)
+
+
+def _finish(parser: Parser, run: Any, *, is_cached: bool = True) -> None:
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to FILE")
-    add_engine_options(parser, without=without or set())
-    add_foreign_flags(parser, ENGINE_FLAGS)
+    add_measured_engine_options(parser, is_cached=is_cached)
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RESERVED = frozenset({
     "date", "endpoint_type", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration",
-    "completed", "failed", "failures", "server", "settings", "repeats", "spread",
+    "completed", "failed", "failures", "server", "settings", "repeats", "spread", "client_versions", "versions", "device",
 })  # fmt: skip
 """Keys of the file that --metadata may not take."""
 
@@ -38,6 +38,7 @@ def add(kinds: Any) -> None:
         "0 all requests succeeded, 1 some failed, 2 it could not run.",
     )
     add_serve_options(parser)
+    parser.add_config_option()
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -68,6 +69,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         total = plan.num_prompts * plan.num_runs
         with Progress(total, "requests", False if arguments.disable_tqdm else None) as progress:
             results = await bench(target, tokenizer, plan, Watcher(_say, progress.advance))
+        about = await target.about() if saves else {}
     finally:
         await client.close()
     _print(arguments, plan, metrics, results)
@@ -76,7 +78,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
         found = document.document(
             target, plan, results, tokenizer_id=tokenizer_id, label=arguments.label, metadata=metadata, metrics=metrics,
-            is_detailed=arguments.save_detailed,
+            is_detailed=arguments.save_detailed, about=about,
         )  # fmt: skip
         path = (file_folder or Path()) / (
             arguments.result_filename or document.file_name(target, plan, arguments.label)

@@ -78,6 +78,8 @@ def _words(entry: _Entry, flag: str, action: argparse.Action, flags: dict[str, a
         opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
         return [opposite] if opposite in flags else []
     if isinstance(value, list):
+        if action.nargs == "+" and type(action) is argparse._StoreAction:
+            return [flag, *value]
         if not isinstance(action, argparse._AppendAction | argparse._ExtendAction | Elsewhere):
             raise ConfigError(f"{entry.key} takes one value, not a list.")
         return [f"{flag}={text}" for text in value]

@@ -183,7 +183,7 @@ SERVER_FLAGS = (
     _refused("--collect-detailed-traces", "is not supported: a request's span has its figures already"),
     _refused("--return-tokens-as-token-ids", "is a field of requests here: return_tokens_as_token_ids", takes=0),
     _refused("--response-role", "is not supported: answers are the assistant's", done="assistant"),
-    _noted("--disable-frontend-multiprocessing", "has no effect: HTTP and the engine are one process", takes=0),
+    _noted("--disable-frontend-multiprocessing", "has no effect: the engine always has a process of its own", takes=0),
     _refused("--lora-extra-vocab-size --lora-dtype", _NO_LORA),
     _refused("--middleware", "is not supported: code of a user's own is not run"),
     _refused("--tool-parser-plugin --reasoning-parser-plugin", "is not supported: code of a user's own is not run"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_serve.cli.layers import layer_of_checkpoint
 from tpu_serve.cli.options import positive
+from tpu_serve.cli.tune_experts import run_experts
 from tpu_serve.cli.tune_verify import run_verify
 from tpu_serve.config import ConfigError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tpu_serve.tuner.run import Result, Settings
     from tpu_serve.tuner.trial import Executor
 
-KERNELS = ("fused_moe_v2",)
+KERNELS = ("fused_moe_v2", "experts")
 SCORES = ("bytes", "schedule")
 WITHOUT_TPU = "--compile-only, which compiles for a TPU on any machine and measures nothing"
 
@@ -33,9 +34,14 @@ def register(subparsers: Any) -> None:
         "tune",
         help="find tiles for a kernel, by measuring on a TPU or by compiling for one",
         description="Tries configs of a kernel for layers of known models and writes the best of each into tables for --moe-tuning-dir. "
-        f"On a TPU configs are checked and measured; elsewhere it takes {WITHOUT_TPU}.",
+        f"On a TPU configs are checked and measured; elsewhere it takes {WITHOUT_TPU}. "
+        "`tune experts` times XLA's own ways of running experts on this CPU, by --model and --num-tokens.",
     )
-    tune.add_argument("kernel", metavar="KERNEL", help=f"one of: {', '.join(KERNELS)}")
+    tune.add_argument(
+        "kernel",
+        metavar="KERNEL",
+        help=f"one of: {', '.join(KERNELS)}; experts is no kernel but what a CPU takes instead",
+    )
     some = {"nargs": "+", "default": None}
     tune.add_argument(
         "--workload",
@@ -107,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Tunes and writes; 1 when a key has no config that works."""
     if arguments.kernel not in KERNELS:
         raise ConfigError(f"KERNEL {arguments.kernel} is unknown; known are {', '.join(KERNELS)}.")
+    if arguments.kernel == "experts":
+        return run_experts(arguments)
     if arguments.score not in (None, *SCORES):
         raise ConfigError(f"--score {arguments.score} is unknown; known are {', '.join(SCORES)}.")
     if arguments.score is not None and not arguments.compile_only:

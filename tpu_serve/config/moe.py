@@ -23,8 +23,8 @@ class MoEOptions:
     moe_backend: str = option(
         "auto",
         "which mixture-of-experts implementation runs; 'fused' is the expert-parallel TPU kernel, 'grouped' is made of kernels for one device; both "
-        "are simulated (slowly) on a CPU",
-        choices=("auto", "dense", "ragged", "grouped", "fused"),
+        "are simulated (slowly) on a CPU; 'gathered' is for a CPU and few tokens",
+        choices=("auto", "dense", "ragged", "grouped", "gathered", "fused"),
     )
     moe_permute: str = option(
         "auto",

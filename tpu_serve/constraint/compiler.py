@@ -99,6 +99,18 @@ class GrammarCompiler:
         key = spec.key(param)
         return self._cached(key) or self._compile(spec, key, param)
 
+    def recompile(self, source: str) -> Grammar:
+        """A grammar of another compiler with the same vocabulary, which has found it harmless, in the calling thread.
+
+        Args:
+          source: see `Grammar`.
+
+        Raises:
+          InvalidRequest: it does not compile here.
+        """
+        key = f"compiled {source}"
+        return self._cached(key) or self._keep(key, self._made(source, "grammar"))
+
     def warm_up(self) -> None:
         """Has the vocabulary made and a worker started, so that the first grammar need not wait. Returns at once."""
         with contextlib.suppress(RuntimeError):  # closed already
@@ -136,7 +148,10 @@ class GrammarCompiler:
         if cached is not None:
             return cached
         source, translate = lark_of(spec, param)
-        grammar = self._made(self._checked(source, translate, param), param)
+        return self._keep(key, self._made(self._checked(source, translate, param), param))
+
+    def _keep(self, key: str, grammar: Grammar) -> Grammar:
+        """A copy of a grammar that is in the cache from now on."""
         with self._cache_lock:
             self._cache[key] = grammar
             while len(self._cache) > self._max_cached:
@@ -176,7 +191,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _invalid(param, short(matcher.get_error()))
         try:
-            return Grammar(matcher, vocabulary)
+            return Grammar(matcher, vocabulary, grammar)
         except ValueError as error:
             raise _invalid(param, str(error).rstrip(".")) from error
 

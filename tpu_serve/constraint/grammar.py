@@ -11,14 +11,18 @@ from tpu_serve.constraint.vocabulary import GrammarVocabulary
 
 
 class Grammar:
-    """Tokens that may follow in a text of the grammar; every end-of-sequence id where the text may end, none elsewhere."""
+    """Tokens that may follow in a text of the grammar; every end-of-sequence id where the text may end, none elsewhere.
+
+    Attributes:
+      source: the grammar in Lark.
+    """
 
     follows = True
 
-    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary):
+    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, source: str):
         """Owns the matcher, which stands anywhere. Raises `ValueError` when nothing can follow there."""
         self._matcher = matcher
-        self._vocabulary = vocabulary
+        self._vocabulary, self.source = vocabulary, source
         self._lineage = _Lineage()
         self.mask: bytes | None = None
         self.is_finished = False
@@ -42,7 +46,7 @@ class Grammar:
     def copy(self) -> Grammar:
         other = object.__new__(Grammar)
         other._matcher, other._vocabulary = self._matcher.deep_copy(), self._vocabulary
-        other._lineage = self._lineage
+        other._lineage, other.source = self._lineage, self.source
         other.mask, other.is_finished = self.mask, self.is_finished
         return other
 

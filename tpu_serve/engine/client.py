@@ -139,11 +139,15 @@ class EngineClient:
         try:
             while self._take_inbox():
                 self._deliver(self.core.step())
+                self._end_turn()
         except Exception as error:
             logger.exception("The engine failed")
             self._end_all(FinishReason.ERROR, f"the engine failed: {type(error).__name__}")
         else:
             self._end_all(FinishReason.ABORT, None)
+
+    def _end_turn(self) -> None:
+        """Called after each step, and the outputs of it. For subclasses."""
 
     def _take_inbox(self) -> bool:
         """Takes what has come in, waiting for it when the engine is idle; False when it is time to stop."""

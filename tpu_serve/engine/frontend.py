@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Protocol
 
 from tpu_serve.engine.admission import AdmissionRate
 from tpu_serve.engine.choice import Choice, ChoiceDelta
-from tpu_serve.engine.client import EngineClient, EngineDead, RequestFailed
-from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.client import EngineDead, RequestFailed
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.request import Constraint, FinishReason, InvalidRequest, Request, SamplingParams, TokenOutput
 
 
@@ -23,7 +24,8 @@ class Observer(Protocol):
 
     def first_token(self, choice: Choice, num_tokens: int, since_arrival: float) -> None: ...
 
-    def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None: ...
+    def next_tokens(self, num_tokens: int, since_previous: float) -> None:
+        """A step brought so many tokens, of any choices, each so long after the token before it. First tokens are not among them."""
 
     def step(self, num_tokens: int) -> None:
         """One step's outputs have been told: it brought so many tokens, those of prompts with the first token of their answer. Called once for
@@ -54,7 +56,8 @@ class Generation:
         self._frontend, self.choices = frontend, choices
         self.id = choices[0].request.id
         self.num_prompt_tokens = len(choices[0].request.prompt_token_ids)
-        self._deltas: asyncio.Queue[ChoiceDelta] = asyncio.Queue()
+        self._deltas: deque[ChoiceDelta] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # of a delta, while somebody waits for one
         self._num_open = len(choices)
 
     @property
@@ -77,13 +80,36 @@ class Generation:
         """
         if not self._num_open:
             raise StopAsyncIteration
-        delta = await self._deltas.get()
+        while not self._deltas:
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        delta = self._deltas.popleft()
         if delta.finish_reason is FinishReason.ERROR:
             self.close()
             kind = RequestFailed if self._frontend.client.is_alive else EngineDead
             raise kind(delta.error or "the engine failed")
         self._num_open -= delta.finish_reason is not None
         return delta
+
+    def put(self, delta: ChoiceDelta) -> None:
+        """Adds what comes next; for the frontend."""
+        self._deltas.append(delta)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def next_ready(self) -> ChoiceDelta | None:
+        """The next delta if it is there and tells of no failure; iteration goes on behind it."""
+        if not self._deltas or not self._num_open:
+            return None
+        reason = self._deltas[0].finish_reason
+        if reason is not None:
+            if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+                return None
+            self._num_open -= 1
+        return self._deltas.popleft()
 
     async def __aenter__(self) -> Generation:
         return self
@@ -102,33 +128,27 @@ class Frontend:
     """Joins an engine to the running event loop. Call everything from that loop's thread.
 
     Args:
-      engine: a built engine, used by nobody else.
+      engine: one that is ready, in this process or another, used by nobody else.
       observer: is told about tokens and endings.
       on_failure: called in the loop when the engine has failed.
 
     Attributes:
       engine: with its tokenizer and model info.
-      client: how the engine thread is reached.
+      client: how the engine is reached.
     """
 
     def __init__(
-        self, engine: Engine, observer: Observer | None = None, on_failure: Callable[[str], None] = lambda _: None
+        self, engine: ServedEngine, observer: Observer | None = None, on_failure: Callable[[str], None] = lambda _: None
     ):
         self.engine, self._observer = engine, observer
+        # By the engine's ids. A client may use an id again as soon as it is free here, while outputs of the older request are on their way:
+        # the engine never sees one twice.
         self._live: dict[str, tuple[Generation, Choice, float]] = {}
         self._last_token: dict[str, float] = {}
+        self._engine_ids: dict[str, str] = {}  # by those of the requests
+        self._num_started = 0
         self._admission = AdmissionRate()
-        loop = asyncio.get_running_loop()
-        self.client = EngineClient(
-            engine.core,
-            lambda outputs: self._post(loop, self._dispatch, outputs),
-            lambda why: self._post(loop, on_failure, why),
-        )
-
-    @staticmethod
-    def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(function, *args)
+        self.client = engine.connect(self._dispatch, on_failure)
 
     @property
     def num_live(self) -> int:
@@ -165,7 +185,7 @@ class Frontend:
             forced_token_ids=forced_token_ids,
             shown_token_ids=shown_token_ids,
         )
-        if any(request.id in self._live for request in requests):
+        if any(request.id in self._engine_ids for request in requests):
             raise InvalidRequest(
                 "request_id", f"A request with id {request_id!r} is under way.", "duplicate_request_id"
             )
@@ -202,24 +222,28 @@ class Frontend:
     def _start(self, requests: list[Request]) -> Generation:
         generation = Generation(self, [Choice(request, self.engine.tokenizer) for request in requests])
         for choice in generation.choices:
-            # Submit first: a dead engine refuses, and leaves no entry. Outputs reach this loop later than the next line.
-            self.client.submit(choice.request)
-            self._live[choice.request.id] = (generation, choice, choice.request.arrival)
+            request, self._num_started = choice.request, self._num_started + 1
+            engine_id = f"{request.id}@{self._num_started}"
+            # Submit first: a dead engine refuses, and leaves no entry. Outputs reach this loop later than the next lines.
+            self.client.submit(dataclasses.replace(request, id=engine_id))
+            self._live[engine_id] = (generation, choice, request.arrival)
+            self._engine_ids[request.id] = engine_id
         if self._observer is not None:
             self._observer.started(generation)
         return generation
 
     def abort(self, choice: Choice) -> None:
         """Aborts one choice; harmless when it has finished."""
-        if choice.request.id in self._live and self._live[choice.request.id][1] is choice:
-            self.client.abort(choice.request.id)
+        engine_id = self._engine_ids.get(choice.request.id)
+        if engine_id is not None and self._live[engine_id][1] is choice:
+            self.client.abort(engine_id)
             self._end(choice, FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """Aborts every choice; the last delta of each says so. Does not wait for the engine, which may be stuck."""
         for generation, choice, _ in list(self._live.values()):
             self.abort(choice)
-            generation._deltas.put_nowait(ChoiceDelta(index=choice.request.choice, finish_reason=FinishReason.ABORT))
+            generation.put(ChoiceDelta(index=choice.request.choice, finish_reason=FinishReason.ABORT))
 
     @property
     def retry_after_seconds(self) -> int:
@@ -235,43 +259,55 @@ class Frontend:
         return await asyncio.wrap_future(self.client.reset_prefix_cache())
 
     def close(self) -> None:
-        """Stops the engine thread. Blocks for the step under way."""
+        """Ends the engine. Blocks for the step under way."""
         self.client.close()
 
     def _dispatch(self, outputs: list[TokenOutput]) -> None:
-        now, num_tokens = time.monotonic(), [0]  # of each step of the launch
+        now, live, last_token = time.monotonic(), self._live, self._last_token
+        num_in_step = [0]  # of each step of the launch
+        # Tokens by how long they came after the ones before: nearly all of a step's took the same time.
+        later: dict[float, int] = {}
         for output in outputs:
-            if output.request_id not in self._live:
+            engine_id = output.request_id
+            entry = live.get(engine_id)
+            if entry is None:
                 continue  # aborted here while the step ran
-            generation, choice, arrival = self._live[output.request_id]
+            generation, choice, arrival = entry
             delta = choice.feed(output)
             if output.timing is not None:
                 choice.timing = output.timing
-            num_tokens += [0] * (len(delta.token_ids) - len(num_tokens))
-            for index in range(len(delta.token_ids)):
-                num_tokens[index] += 1
-            if delta.token_ids:
-                previous = self._last_token.get(output.request_id)
-                self._last_token[output.request_id] = now
+            num_new = len(delta.token_ids)
+            if num_new:
+                num_in_step[0] += 1
+                for place in range(1, num_new):
+                    if place == len(num_in_step):
+                        num_in_step.append(0)
+                    num_in_step[place] += 1
+                previous = last_token.get(engine_id)
+                last_token[engine_id] = now
                 if previous is None:
-                    num_tokens[0] += len(choice.request.prompt_token_ids)
+                    num_in_step[0] += len(choice.request.prompt_token_ids)
                     self._admission.left_queue()
-                if self._observer is not None and previous is None:
-                    self._observer.first_token(choice, len(delta.token_ids), now - arrival)
-                elif self._observer is not None and previous is not None:
-                    self._observer.next_token(choice, len(delta.token_ids), now - previous)
+                    if self._observer is not None:
+                        self._observer.first_token(choice, num_new, now - arrival)
+                else:
+                    seconds = (now - previous) / num_new  # the tokens of one launch come together, and count alike
+                    later[seconds] = later.get(seconds, 0) + num_new
             if delta.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string, which the engine knows nothing of
-                    self.client.abort(output.request_id, FinishReason.STOP)
+                    self.client.abort(engine_id, FinishReason.STOP)
                 self._end(choice, delta.finish_reason)
-            generation._deltas.put_nowait(delta)
+            generation.put(delta)
         if self._observer is not None:
-            for count in filter(None, num_tokens):
+            for seconds, count in later.items():
+                self._observer.next_tokens(count, seconds)
+            for count in filter(None, num_in_step):
                 self._observer.step(count)
 
     def _end(self, choice: Choice, reason: FinishReason) -> None:
-        generation, _, arrival = self._live.pop(choice.request.id)
-        last_token = self._last_token.pop(choice.request.id, None)
+        engine_id = self._engine_ids.pop(choice.request.id)
+        generation, _, arrival = self._live.pop(engine_id)
+        last_token = self._last_token.pop(engine_id, None)
         choice.finish_reason = reason
         if last_token is None:
             self._admission.left_queue()

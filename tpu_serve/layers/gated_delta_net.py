@@ -18,6 +18,7 @@ from tpu_serve.device.params import ParamSpec, Source, Transform, transposed
 from tpu_serve.hf_config import HFConfig
 from tpu_serve.layers.mixing import Mixing
 from tpu_serve.layers.norm import rms_norm_wide
+from tpu_serve.layers.product import product
 from tpu_serve.layers.transformer import linear_spec
 
 HEADS = "linear_heads"
@@ -149,7 +150,7 @@ class GatedDeltaNet:
         """
 
         def project(name: str) -> jax.Array:
-            return jnp.dot(x, params[f"{name}_proj"])
+            return product(x, params[f"{name}_proj"])
 
         new_cache: dict[str, Any] = {}
 
@@ -168,7 +169,7 @@ class GatedDeltaNet:
         out, new_cache["state"] = mixing.delta_rule(q, k, v, log_decay, beta, cache["state"])
         normed = rms_norm_wide(out.astype(jnp.float32), params["norm"], self.epsilon)
         gate = jax.nn.silu(project("z").astype(jnp.float32)).reshape(normed.shape)
-        return jnp.dot((normed * gate).astype(x.dtype).reshape(len(x), -1), params["out_proj"]), new_cache
+        return product((normed * gate).astype(x.dtype).reshape(len(x), -1), params["out_proj"]), new_cache
 
 
 def _span(sizes: list[int], index: int) -> tuple[int, int]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_serve.config import ConfigError
 from tpu_serve.device.params import ParamSpec, Source, map_specs, transposed
 from tpu_serve.device.quantised import QuantisedArray
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing, route
+from tpu_serve.layers.product import product, rows_of, table_product
 
 
 def linear_spec(
@@ -192,8 +192,8 @@ def _scale(weight: Any) -> jax.Array | None:
 
 def linear(params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
     """`x @ params[name]`, and `params[name_bias]` added if there is one."""
-    product = jnp.dot(x, params[name])
-    return product + params[f"{name}_bias"] if f"{name}_bias" in params else product
+    done = product(x, params[name])
+    return done + params[f"{name}_bias"] if f"{name}_bias" in params else done
 
 
 @jax.named_scope("attention")
@@ -216,7 +216,8 @@ def gated_mlp(
     params: dict[str, jax.Array], x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:
     """`down(activation(gate(x)) * up(x))`."""
-    return jnp.dot(activation(jnp.dot(x, params["gate_proj"])) * jnp.dot(x, params["up_proj"]), params["down_proj"])
+    inner = activation(product(x, params["gate_proj"])) * product(x, params["up_proj"])
+    return product(inner, params["down_proj"])
 
 
 def gated_mlp_specs(prefix: str, hidden: int, inner: int, dtype: Any) -> dict[str, ParamSpec]:
@@ -258,7 +259,7 @@ def also_under(specs: Any, prefix: str, other: str) -> Any:
 @jax.named_scope("embedding")
 def embed(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Rows [T, H] of the table [V, H]."""
-    return table[token_ids]
+    return rows_of(table, token_ids)
 
 
 def run_layers(
@@ -317,4 +318,4 @@ def run_decoder(
 @jax.named_scope("logits")
 def project_logits(hidden: jax.Array, table: jax.Array) -> jax.Array:
     """f32[..., V] logits from hidden [..., H] and an output table [V, H]."""
-    return jnp.einsum("...h,vh->...v", hidden, table, preferred_element_type=jnp.float32)
+    return table_product(hidden, table)

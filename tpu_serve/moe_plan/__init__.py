@@ -5,5 +5,5 @@ lookup      which row answers                  path       kernel or XLA, by toke
 rows        a chip's tables, read              merge      new rows, written into a folder's table
 traffic     bytes, calculated                  plan       the answer for one token count
 planner     answers for all token buckets of a server, kept, logged and counted
-text        answers as a table to read
+text        answers as a table to read         portable   which of XLA's paths, on a CPU
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from tpu_serve.device.chip import Chip
@@ -14,6 +15,7 @@ from tpu_serve.kernels.fused_moe_v2.heuristic import heuristic
 from tpu_serve.kernels.fused_moe_v2.legality import check
 from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.moe_plan.key import BUCKETS, Key, key_of
+from tpu_serve.moe_plan.portable import PortableRow
 from tpu_serve.tuning_tables.table import PORTED, Entry, Table, Threshold
 
 Source = Literal["exact", "bucket", "near", "heuristic", "given"]
@@ -45,13 +47,22 @@ class Rows:
     Rows that were measured on another host than this one are not among them.
     """
 
-    def __init__(self, tables: Sequence[Table[Key, Config]] = (), *, jax: str = "", host: str = ""):
+    def __init__(
+        self,
+        tables: Sequence[Table[Key, Config]] = (),
+        *,
+        jax: str = "",
+        host: str = "",
+        portable: Mapping[Key, PortableRow] = MappingProxyType({}),
+    ):
         """
         Args:
           tables: the first ones go before later ones where they are equally trusted.
           jax: version that is used; what was measured with another counts for less.
           host: name of this one.
+          portable: of the paths in XLA's own operations, see `portable_rows`.
         """
+        self.portable = portable
         self._exact: dict[Key, Row] = {}
         self._alike: dict[_Shape, list[Row]] = {}
         self._jax = jax

@@ -11,8 +11,9 @@ from tpu_serve.moe_plan.key import bucket_of
 from tpu_serve.moe_plan.lookup import Found, Rows
 from tpu_serve.tuning_tables.table import PORTED, Threshold
 
-PATHS = ("dense", "ragged", "grouped", "fused")
-"""Every expert on every token; sorted by expert, with XLA's grouped product; the same made of kernels for one device; the expert-parallel kernel."""
+PATHS = ("dense", "ragged", "grouped", "gathered", "fused")
+"""Every expert on every token; sorted by expert, with XLA's grouped product; the same made of kernels for one device; each expert in use on every
+token; the expert-parallel kernel."""
 
 LEAST_GATHERED_TOKENS = 512
 """Tokens from which the kernel's mode G is taken where nobody measured: published measurements on eight tpu7x devices see kernels that gather
@@ -78,12 +79,3 @@ def without_xla(problem: Problem) -> str | None:
     if problem.post_norm is not None or problem.scale_on_input:
         return "XLA's layer has no norm of experts' rows and no scaled input"
     return None
-
-
-def portable(num_tokens: int, num_experts: int, top_k: int) -> str:
-    """Which of the implementations in XLA's own operations runs so many tokens: the one that sorts by expert.
-
-    `tpu-serve bench moe` compares it with multiplying every token by every expert, on this machine. What was compared there had a
-    token take a quarter of the experts or less; where it takes half of them or more, the other way may win.
-    """
-    return "ragged"

@@ -15,7 +15,8 @@ from tpu_serve.kernels.fused_moe_v2.problem import Problem
 from tpu_serve.moe_plan.key import config_to_json
 from tpu_serve.moe_plan.layer import MoELayer, Policy, problem_of
 from tpu_serve.moe_plan.lookup import Found, Rows, find
-from tpu_serve.moe_plan.path import PATHS, is_fused_worth_it, portable, without_xla
+from tpu_serve.moe_plan.path import PATHS, is_fused_worth_it, without_xla
+from tpu_serve.moe_plan.portable import choose_portable
 from tpu_serve.moe_plan.traffic import Traffic, fused_traffic, xla_traffic
 from tpu_serve.tuning_tables.table import Provenance
 from tpu_serve.tuning_tables.typed import to_json
@@ -138,12 +139,12 @@ def plan_layer(
         if verdict.is_worth_it:
             return _fused_plan(problem, chip, found, verdict.reason)
         refusals.append(("fused", verdict.reason))
-    wanted = portable(num_tokens, layer.num_experts, layer.top_k)
+    wanted, why_wanted = choose_portable(problem, rows.portable, is_tpu=chip.is_tpu)
     for path in dict.fromkeys((wanted, "ragged", "dense")):
         if (why := unavailable.get(path)) is None:
-            return _xla_plan(
-                problem, chip, path, "; ".join(f"not {name}: {why}" for name, why in refusals), found, refusals
-            )
+            said = [f"{path} {why_wanted}"] if path == wanted and why_wanted else []
+            said += [f"not {name}: {why}" for name, why in refusals]
+            return _xla_plan(problem, chip, path, "; ".join(said), found, refusals)
         refusals.append((path, why))
     if found is not None and chip.is_tpu:  # slow is better than not at all
         others = "; ".join(f"not {path}: {why}" for path, why in refusals if path != "fused")

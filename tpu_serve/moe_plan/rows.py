@@ -10,6 +10,7 @@ from pathlib import Path
 from tpu_serve.kernels.fused_moe_v2.config import Config
 from tpu_serve.moe_plan.key import KERNEL, Key, config_from_json
 from tpu_serve.moe_plan.lookup import Rows
+from tpu_serve.moe_plan.portable import portable_rows
 from tpu_serve.tuning_tables.files import read_tables
 from tpu_serve.tuning_tables.table import Table
 
@@ -29,4 +30,5 @@ def rows_of(chip: str, folders: Sequence[Path] = ()) -> Rows:
     Raises:
       ConfigError: see `tables_of`.
     """
-    return Rows(tables_of(chip, folders), jax=importlib.metadata.version("jax"), host=platform.node())
+    here = {"jax": importlib.metadata.version("jax"), "host": platform.node()}
+    return Rows(tables_of(chip, folders), **here, portable=portable_rows(chip, folders, **here))

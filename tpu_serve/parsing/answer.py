@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tpu_serve.parsing.events import ContentText, Event, ReasoningText, merged
 from tpu_serve.parsing.parser import Parser
 
@@ -43,8 +41,14 @@ class AnswerParser:
         return self._reasoning is None or self._reasoning.is_over
 
     def feed(self, text: str) -> list[Event]:
-        events = [ContentText(text)] if self._reasoning is None else self._reasoning.feed(text)
-        return list(merged(self._with_calls(events)))
+        events: list[Event]
+        if self._reasoning is not None:
+            events = self._with_calls(self._reasoning.feed(text))
+        elif self._calls is not None:
+            events = self._calls.feed(text)
+        else:
+            events = [ContentText(text)] if text else []
+        return events if len(events) < 2 else list(merged(events))
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
         """The remaining events; see `Parser.finish`."""
@@ -55,7 +59,9 @@ class AnswerParser:
             events += self._calls.finish(is_cut=is_cut)
         return list(merged(events))
 
-    def _with_calls(self, events: Iterable[Event]) -> list[Event]:
+    def _with_calls(self, events: list[Event]) -> list[Event]:
+        if self._calls is None and self._keeps_reasoning:
+            return events
         found: list[Event] = []
         for event in events:
             if isinstance(event, ReasoningText) and not self._keeps_reasoning:

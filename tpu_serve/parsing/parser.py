@@ -31,7 +31,7 @@ class Parser(ABC):
 
     def feed(self, text: str) -> list[Event]:
         """Events that the next piece of text makes certain."""
-        if text:
+        if text and not self._reader.pass_on(text):
             self._reader.append(text)
             self._run()
         return self._take()

@@ -26,6 +26,16 @@ class Reader:
         self._text, self._position = "", 0
         self.is_closed = False
         self.recorded: list[str] | None = None
+        self._emit: Callable[[str], Any] | None = None  # while `until` waits and everything was read
+        self._firsts: frozenset[str] = frozenset()
+
+    def pass_on(self, text: str) -> bool:
+        """Does what reading this text next would do, where that is plain to see: it goes where text goes that is no marker. False, and
+        nothing is done, where it is not. Nearly all of a stream is such text."""
+        if self._emit is None or not self._firsts.isdisjoint(text):
+            return False
+        self._emit(text)
+        return True
 
     def append(self, text: str) -> None:
         self._text = self._text[self._position :] + text
@@ -100,9 +110,14 @@ class Reader:
         Args:
           emit: is given the text before it, as soon as that cannot be part of a marker any more.
         """
+        firsts = frozenset(marker[0] for marker in markers)
         while True:
             text = self._text[self._position :]
-            found = [(start + len(marker), start, marker) for marker in markers if (start := text.find(marker)) >= 0]
+            found = (
+                []
+                if firsts.isdisjoint(text)
+                else [(start + len(marker), start, marker) for marker in markers if (start := text.find(marker)) >= 0]
+            )
             if found:
                 _, start, marker = min(found)
                 if start:
@@ -114,7 +129,10 @@ class Reader:
                 emit(self.take(len(text) - held))
             if self.is_closed:
                 return None
+            if not held and self.recorded is None:
+                self._firsts, self._emit = firsts, emit
             yield
+            self._emit = None
 
 
 def num_held(text: str, markers: Collection[str]) -> int:

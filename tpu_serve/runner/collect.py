@@ -27,24 +27,30 @@ def collect(by_rank: Rows, sampled: Sampled, prompt: Logprobs) -> list[SampledTo
       One entry per scheduled row; None where it neither sampled nor brings log-probabilities of its prompt.
     """
     token_ids = np.asarray(sampled.token_ids).tolist()
-    scheduled, size = [item for rows in by_rank for item in rows], len(token_ids) // len(by_rank)
-    places = [rank * size + row for rank, rows in enumerate(by_rank) for row in range(len(rows))]
-    wanted = [item.sequence.request.params.logprobs if item.samples else None for item in scheduled]
-    if any(count is not None for count in wanted):
-        own, top_ids, top = _host(sampled.logprobs)
+    size = len(token_ids) // len(by_rank)
     results: list[SampledToken | None] = []
-    for row, item, count in zip(places, scheduled, wanted, strict=True):
-        if not item.samples:
-            results.append(None)
-        elif count is None:
-            results.append(SampledToken(token_ids[row]))
-        else:
-            results.append(
-                SampledToken(token_ids[row], _entry(token_ids[row], own[row], top_ids[row], top[row], count))
-            )
-    if any(item.sequence.request.params.prompt_logprobs is not None for item in scheduled):
+    for rank, rows in enumerate(by_rank):
+        first = rank * size
+        results += [
+            SampledToken(token_id) if item.samples else None
+            for item, token_id in zip(rows, token_ids[first : first + len(rows)], strict=True)
+        ]
+    params = [item.sequence.request.params for rows in by_rank for item in rows]
+    if any([one.logprobs is not None for one in params]):
+        _add_logprobs(results, by_rank, sampled.logprobs)
+    if any([one.prompt_logprobs is not None for one in params]):
         _add_prompts(results, by_rank, prompt)
     return results
+
+
+def _add_logprobs(results: list[SampledToken | None], by_rank: Rows, logprobs: Logprobs) -> None:
+    own, top_ids, top = _host(logprobs)
+    size = len(own) // len(by_rank)
+    places = [(item, rank * size + row) for rank, rows in enumerate(by_rank) for row, item in enumerate(rows)]
+    for result, (item, place) in zip(results, places, strict=True):
+        count = item.sequence.request.params.logprobs
+        if result is not None and result.token_id is not None and count is not None:
+            result.logprobs = _entry(result.token_id, own[place], top_ids[place], top[place], count)
 
 
 def collect_steps(scheduled: tuple[Scheduled, ...], sampled: Sampled) -> list[SampledToken | None]:

@@ -18,7 +18,7 @@ from tpu_serve.runner.collect import collect, collect_steps
 from tpu_serve.runner.compilation import Compilation, Program
 from tpu_serve.runner.compile_counter import num_compiled
 from tpu_serve.runner.multi_step import Loops, loop_name, pack_loop
-from tpu_serve.runner.pack import pack_masks, pack_ranks
+from tpu_serve.runner.pack import Packer, pack_masks
 from tpu_serve.runner.programs import FRESH_STATE, NO_MASKS, DeviceState, Programs, step_name
 from tpu_serve.runner.slot_writer import SlotWriter
 from tpu_serve.scheduler.step import SampledToken, Scheduled, SchedulerOutput
@@ -52,6 +52,7 @@ class ModelRunner:
     def __init__(self, programs: Programs, params: Any, compilation: Compilation):
         self.params, self.compilation, self._programs = params, compilation, programs
         self._layouts = programs.layouts
+        self._packer = Packer(next(iter(programs.layouts.values())), programs.num_ranks)
         self._slot_writer = SlotWriter(programs.state.sampler, programs.mesh)
         self._buckets: list[int] = []  # with a program, rising
         self._missing = list(self._layouts)
@@ -120,7 +121,7 @@ class ModelRunner:
         """The first call of a program loads it and sets up its transfers."""
         programs = self._programs
         self._steps[size] = self.compilation[step_name(size)]
-        shape, nothing = programs.mask_shape(size), pack_ranks(((),) * programs.num_ranks, self._layouts[size])
+        shape, nothing = programs.mask_shape(size), self._packer.pack(((),) * programs.num_ranks, self._layouts[size])
         for masks in (self._no_masks[shape[0]], np.zeros(shape, np.uint32)):
             self._state, *sampled = self._steps[size](self.params, self._state, nothing, masks)
         jax.block_until_ready(sampled)
@@ -134,7 +135,7 @@ class ModelRunner:
         """Nobody in it has a mask."""
         layout = self._loop_layouts[size]
         masks = self._no_masks[layout.step.num_rows]
-        state, found = self._loops[size](self.params, self._state, pack_loop(rows, layout), masks)
+        state, found = self._loops[size](self.params, self._state, pack_loop(rows, layout, self._packer), masks)
         return state, found
 
     @property
@@ -150,9 +151,10 @@ class ModelRunner:
         layout = self._layouts[size]
         masks = pack_masks(rows, layout.num_rows, self._programs.vocab_size)
         sampler = self._slot_writer.write(self._state.sampler, rows)
-        self._state = dataclasses.replace(self._state, sampler=sampler)
+        if sampler is not self._state.sampler:
+            self._state = dataclasses.replace(self._state, sampler=sampler)
         self._state, sampled, prompt = self._steps[size](
-            self.params, self._state, pack_ranks(rows, layout),
+            self.params, self._state, self._packer.pack(rows, layout),
             self._no_masks[len(rows) * layout.num_rows] if masks is None else masks,
         )  # fmt: skip
         return LaunchedStep(output, sampled, prompt)

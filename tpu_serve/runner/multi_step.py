@@ -21,14 +21,12 @@ import numpy as np
 from tpu_serve.device.batch import Batch, pytree
 from tpu_serve.layers.sampler import Sampled
 from tpu_serve.runner.compilation import Program
-from tpu_serve.runner.pack import PackLayout, forced_id, pack
+from tpu_serve.runner.pack import Packer, PackLayout, forced_id
 from tpu_serve.runner.programs import DeviceState, Programs, StepFunction, named
+from tpu_serve.runner.slot_rows import NUM_ENDS
 from tpu_serve.scheduler.page_pool import PADDING_PAGE
 from tpu_serve.scheduler.prefixes import snapshot_end
 from tpu_serve.scheduler.step import Scheduled
-
-NUM_ENDS = 8
-"""Tokens that the device knows to end a row's sequence. The host finds the others when the launch is committed."""
 
 
 @pytree
@@ -85,33 +83,28 @@ class LoopLayout:
         return self.step.unpack(flat[: self.step.size]), Turns(**values)
 
 
-def pack_loop(scheduled: tuple[Scheduled, ...], layout: LoopLayout) -> np.ndarray:
-    """The flat array of a launch of several steps, i32[layout.size]."""
+def pack_loop(scheduled: tuple[Scheduled, ...], layout: LoopLayout, packer: Packer) -> np.ndarray:
+    """The flat array of a launch of several steps, i32[layout.size]. There is one data rank."""
+    first = packer.pack((scheduled,), layout.step)
     rest = np.full(layout.size - layout.step.size, -1, np.int32)
     fields, offset = {}, 0
     for name, shape in layout.shapes().items():
         count = math.prod(shape)
         fields[name] = rest[offset : offset + count].reshape(shape)
         offset += count
-    fields["num_steps"].fill(0)
+    fields["num_steps"][: len(scheduled)] = [item.num_steps for item in scheduled]
+    fields["num_steps"][len(scheduled) :] = 0
+    slots = [item.sequence.slot for item in scheduled]
+    fields["end_ids"][: len(scheduled)] = packer.slots[0].end_ids[slots]
     for row, item in enumerate(scheduled):
-        fields["num_steps"][row] = item.num_steps
         if item.snapshot >= 0:
             end = snapshot_end(item.start + item.num_steps, layout.step.page_size)
             fields["snapshot_step"][row] = end - item.start - 1
-        ends = _end_ids(item)
-        fields["end_ids"][row, : len(ends)] = ends
         request = item.sequence.request
         if request.forced_token_ids:
-            first = item.start + 1 - item.sequence.num_prompt
-            fields["forced_ids"][row] = [forced_id(request, first + step) for step in range(layout.num_steps)]
-    return np.concatenate([pack(scheduled, layout.step), rest])
-
-
-def _end_ids(item: Scheduled) -> list[int]:
-    request = item.sequence.request
-    ids = () if request.params.ignore_eos else request.eos_token_ids
-    return [*ids, *request.params.stop_token_ids][:NUM_ENDS]
+            place = item.start + 1 - item.sequence.num_prompt
+            fields["forced_ids"][row] = [forced_id(request, place + step) for step in range(layout.num_steps)]
+    return np.concatenate([first, rest])
 
 
 def batch_of_step(

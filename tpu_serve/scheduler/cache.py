@@ -80,11 +80,19 @@ class Cache:
         return True
 
     def grow(self, sequence: Sequence, end: int) -> None:
-        """Pages for the first `end` tokens; those are there (`has_room`)."""
+        """Pages for the first `end` tokens; those are there (`has_room`), and what lies behind windows was given back (`trim`).
+
+        Until the sequence has `next_page_event` tokens, decode steps change nothing about its pages: none is full, is needed, or falls behind a
+        window.
+        """
         num_pages = -(-end // self.page_size)
+        event = num_pages * self.page_size
         for pool, pages in zip(self.pools, sequence.pages, strict=True):
             if num_pages > len(pages):
                 pages += pool.take(num_pages - len(pages))
+            if pool.window is not None:
+                event = min(event, pool.next_first_page(sequence.num_computed) + 1)
+        sequence.next_page_event = event if end >= sequence.num_prompt else 0
 
     def has_room_for(self, match: Match, num_tokens: int, most_at_once: int, promised: Seq[int]) -> bool:
         """Whether a waiting sequence of so many tokens can be computed to its end, in chunks of at most `most_at_once` tokens.
@@ -116,6 +124,8 @@ class Cache:
         """Makes the matched pages those of the sequence."""
         for pool, pages in zip(self.pools, match.pages, strict=True):
             pool.retain(page for page in pages if page != PADDING_PAGE)
+        if match.snapshot >= 0 and self.snapshots is not None:
+            self.snapshots.use(sequence.page_hashes[match.num_pages - 1])
         sequence.pages = match.pages
         sequence.num_sealed = match.num_pages
 
@@ -123,7 +133,7 @@ class Cache:
         """Takes everything that a sequence holds."""
         for pool, pages in zip(self.pools, sequence.pages, strict=True) if sequence.pages else ():
             pool.release([page for page in pages if page != PADDING_PAGE])
-        sequence.pages, sequence.num_sealed = [], 0
+        sequence.pages, sequence.num_sealed, sequence.next_page_event = [], 0, 0
         if self.snapshots is not None:
             self.snapshots.leave(sequence)
 
@@ -156,6 +166,19 @@ class Cache:
                 if self.snapshots is None or snapshot >= 0:
                     return Match(count, [self._matched(pool, hashes, count) for pool in self.pools], snapshot, num_seen)
         return Match(0, [[] for _ in self.pools], num_pages_seen=num_seen)
+
+    def watch(self, hashes: frozenset[bytes]) -> None:
+        """Counts from now on what becomes of these in `num_watched_changes`."""
+        for pool in self.pools:
+            pool.watched = hashes
+        if self.snapshots is not None:
+            self.snapshots.watched = hashes
+
+    @property
+    def num_watched_changes(self) -> list[int]:
+        """Of all pools and of the snapshots: while they stay what they are, so does what `match` finds of the hashes watched."""
+        snapshots = [] if self.snapshots is None else [self.snapshots.num_watched_changes]
+        return [*(pool.num_watched_changes for pool in self.pools), *snapshots]
 
     def _matched(self, pool: PagePool, hashes: Seq[bytes], count: int) -> list[int]:
         first = pool.first_page(count * self.page_size)

@@ -132,10 +132,11 @@ class DataParallelScheduler:
         if not any(planned):
             return None
         self._step_id += 1
-        parts = tuple(part or SchedulerOutput(self._step_id, ()) for part in planned)
+        parts = tuple(part or SchedulerOutput(self._step_id, (), 0) for part in planned)
         return SchedulerOutput(
             self._step_id,
             tuple(chain.from_iterable(part.scheduled for part in parts)),
+            sum(part.num_tokens for part in parts),
             tuple(chain.from_iterable(part.preempted for part in parts)),
             ranks=parts,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 
 PADDING_PAGE = 0
@@ -41,6 +41,10 @@ class PagePool:
     Args:
       window: tokens that the layers of these pages see, a token's own included; None for all.
 
+    Attributes:
+      watched: content hashes of which somebody wants to know when they are entered into the index or leave it.
+      num_watched_changes: how often one of them did.
+
     Raises:
       ValueError: there is no page to hand out.
     """
@@ -53,10 +57,17 @@ class PagePool:
         self._references = [0] * num_pages
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_pages
+        self.watched: Container[bytes] = ()
+        self.num_watched_changes = 0
 
     def first_page(self, start: int) -> int:
         """Index of the first page of a sequence that its token at `start`, or any later one, sees."""
         return 0 if self.window is None else max(0, start - self.window + 1) // self.page_size
+
+    def next_first_page(self, start: int) -> int:
+        """The first token behind `start` that sees one page fewer at the beginning. Only where there is a window."""
+        assert self.window is not None
+        return (self.first_page(start) + 1) * self.page_size + self.window - 1
 
     def most_pages(self, num_tokens: int, most_at_once: int) -> int:
         """Most pages that a sequence of so many tokens holds at a time, if a step computes at most `most_at_once` of them."""
@@ -128,6 +139,7 @@ class PagePool:
         """Enters a held page, whose content is final, into the index. The first page with some content stays the known one."""
         if self._hash_of[page] is None and digest not in self._by_hash:
             self._by_hash[digest], self._hash_of[page] = page, digest
+            self.num_watched_changes += digest in self.watched
 
     def reset(self) -> bool:
         """Forgets the content of every page that nobody holds; False when some are held, which stay known."""
@@ -140,6 +152,7 @@ class PagePool:
         if digest is not None:
             del self._by_hash[digest]
             self._hash_of[page] = None
+            self.num_watched_changes += digest in self.watched
 
     def check(self, held: Iterable[Seq[int]]) -> None:
         """Checks every invariant against the page lists that sequences hold; for tests and for an idle engine.

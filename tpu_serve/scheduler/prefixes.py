@@ -30,16 +30,29 @@ class Prefixes:
 
     def __init__(self, cache: Cache, enabled: bool):
         self._cache, self._enabled = cache, enabled
+        self._remembered: tuple[Sequence, int, list[int], Match] | None = None
 
     def may_read(self, sequence: Sequence) -> bool:
         """Whether cached tokens serve the sequence: log-probabilities of prompt tokens come from computing them."""
         return self._enabled and sequence.prompt_logprobs is None
 
     def match(self, sequence: Sequence) -> Match:
-        """What is cached of the sequence. All of its tokens are known."""
+        """What is cached of the sequence, whose tokens are all known. The caller takes it over: `hold` it, or `remember` it."""
         if not self.may_read(sequence):
             return self._cache.nothing()
+        remembered, self._remembered = self._remembered, None
+        if remembered is not None:
+            whose, num_tokens, changes, match = remembered
+            if whose is sequence and num_tokens == len(sequence.tokens) and changes == self._cache.num_watched_changes:
+                return match
         return self._cache.match(self._hashes(sequence, len(sequence.tokens) - 1))
+
+    def remember(self, sequence: Sequence, match: Match) -> None:
+        """Has `match` find the same again as long as nothing is entered or forgotten that the sequence could share: it waits, and is asked for in
+        every step."""
+        if self.may_read(sequence):
+            self._cache.watch(frozenset(sequence.page_hashes))
+            self._remembered = sequence, len(sequence.tokens), self._cache.num_watched_changes, match
 
     def chunk(self, sequence: Sequence, length: int) -> int:
         """How many of the next `length` tokens to compute now. Recurrent state can be gone on from only where a chunk ended at the end of a

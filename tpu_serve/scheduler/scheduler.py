@@ -185,15 +185,17 @@ class Scheduler:
             several = self._schedule_several()
             if several is not None:
                 return several
-        scheduled: list[Scheduled] = []
+        singles: list[Scheduled] = []
+        chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
-        budget = self._schedule_running(scheduled, preempted)
-        self._admit(scheduled, budget)
-        if not scheduled:
+        budget = self._schedule_running(singles, chunks, preempted)
+        if self.waiting:
+            self._admit(singles, chunks, budget)
+        if not singles and not chunks:
             return None
-        scheduled.sort(key=lambda item: item.length > 1)  # stable: order of arrival within each group
         self._step_id += 1
-        return SchedulerOutput(self._step_id, tuple(scheduled), tuple(preempted))
+        num_tokens = len(singles) + sum(item.length for item in chunks)
+        return SchedulerOutput(self._step_id, (*singles, *chunks), num_tokens, tuple(preempted))
 
     def _schedule_several(self) -> SchedulerOutput | None:
         """A launch of several decode steps; None where one step is to be planned, because somebody comes or for the reasons of
@@ -209,7 +211,7 @@ class Scheduler:
                 self.cache.grow(sequence, sequence.num_computed + count)
                 scheduled.append(self._launch(sequence, 1, num_steps=count))
         self._step_id += 1
-        return SchedulerOutput(self._step_id, tuple(scheduled), num_steps=max(counts))
+        return SchedulerOutput(self._step_id, tuple(scheduled), len(scheduled), num_steps=max(counts))
 
     def _somebody_comes(self) -> bool:
         """Whether a waiting sequence gets in now, or when what is launched has been committed."""
@@ -219,7 +221,7 @@ class Scheduler:
             return False
         return bool(self._leaving) or self._find_room(self.waiting[0]) is not None
 
-    def _schedule_running(self, scheduled: list[Scheduled], preempted: list[Sequence]) -> int:
+    def _schedule_running(self, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
         """Returns the budget left for waiting sequences: none while running ones are short of pages.
 
         Every decode gets its token before a chunk takes the rest: usually only the youngest has more than one to compute, since nothing is
@@ -236,6 +238,14 @@ class Scheduler:
                 continue
             start = sequence.num_computed
             length = num_tokens - start
+            if length == 1 and num_tokens < sequence.next_page_event:
+                # A decode like most: its pages stay as they are, so nothing below has anything to do.
+                sequence.num_computed = num_tokens
+                sequence.num_launched += 1
+                sequence.num_inflight += 1
+                singles.append(Scheduled(sequence, start, 1, True, has_new_pages=False))
+                budget -= 1
+                continue
             if length > 1:
                 length = self._prefixes.chunk(sequence, min(length, budget - max(0, len(self.running) - index - 1)))
             self.cache.trim(sequence, start)
@@ -249,13 +259,13 @@ class Scheduler:
                 continue
             self.cache.grow(sequence, start + length)
             budget -= length
-            scheduled.append(self._launch(sequence, length))
+            (singles if length == 1 else chunks).append(self._launch(sequence, length))
         return 0 if short or preempted else budget
 
     def _has_pages(self, sequence: Sequence, end: int) -> bool:
         return len(sequence.pages[0]) * self.cache.page_size >= end
 
-    def _admit(self, scheduled: list[Scheduled], budget: int) -> None:
+    def _admit(self, singles: list[Scheduled], chunks: list[Scheduled], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             if sequence.num_launched:  # preempted, and the step that still names it is under way
@@ -279,7 +289,8 @@ class Scheduler:
             sequence.slot, sequence.status = self._free_slots.pop(), Status.RUNNING
             _put(self.running, sequence)
             budget -= length
-            scheduled.append(self._launch(sequence, length, match.snapshot, is_first=True))
+            item = self._launch(sequence, length, match.snapshot, is_first=True)
+            (singles if length == 1 else chunks).append(item)
 
     def _find_room(self, sequence: Sequence) -> Match | None:
         """What is cached of a waiting sequence; None where the rest does not fit now.
@@ -291,7 +302,10 @@ class Scheduler:
         unfinished = [one for one in self.running if one.num_computed < len(one.tokens)]
         promised = self.cache.still_to_take(unfinished, self.max_num_batched_tokens)
         fits = self.cache.has_room_for(match, len(sequence.tokens), self.max_num_batched_tokens, promised)
-        return match if fits else None
+        if not fits:
+            self._prefixes.remember(sequence, match)
+            return None
+        return match
 
     def _launch(
         self, sequence: Sequence, length: int, restore: int = -1, is_first: bool = False, num_steps: int = 1
@@ -371,7 +385,8 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, result: SampledToken, now: float) -> TokenOutput:
         output = take_token(sequence, result, now)
-        self._prefixes.seal(sequence)
+        if not len(sequence.tokens) % self.cache.page_size:  # no page got full otherwise
+            self._prefixes.seal(sequence)
         if output.finish_reason is not None:
             self.stats.num_not_numbers += result.token_id == NOT_A_NUMBER_ID
             self._finish(sequence, output.finish_reason)

@@ -24,6 +24,8 @@ class Sequence:
       max_num_tokens: length, prompt and answer together, at which it ends for certain.
       number: counts up with every request that arrives.
       order: sequences with a smaller one go first.
+      num_prompt: tokens of the prompt.
+      end_ids: tokens that end it.
       constraint: its own copy of the request's, which has accepted every token of the answer the host knows.
       tokens: prompt and every generated token the host knows.
       slot: row of the device's per-sequence state, owned from admission until no launched step names the sequence; -1 without one.
@@ -34,6 +36,7 @@ class Sequence:
       num_inflight: sampled tokens that are launched but not yet known to the host.
       num_launched: launched steps that name this sequence and are not yet committed.
       num_sealed: leading pages offered to the prefix cache.
+      next_page_event: how many tokens it has once something must be done about its pages; `Cache.grow` says what. 0 where that is not known.
       branch: tokens after which other sequences went another way, as far as the cache knows; 0 for nowhere.
       num_preemptions: how often the sequence lost its pages.
       num_prompt_computed: prompt tokens behind the cached ones that were ever computed; those computed again count once.
@@ -45,6 +48,8 @@ class Sequence:
     max_num_tokens: int
     number: int = 0
     order: tuple[int, int] = field(init=False)
+    num_prompt: int = field(init=False)
+    end_ids: frozenset[int] = field(init=False)
     constraint: Constraint | None = field(init=False)
     tokens: list[int] = field(init=False)
     status: Status = Status.WAITING
@@ -56,6 +61,7 @@ class Sequence:
     num_inflight: int = 0
     num_launched: int = 0
     num_sealed: int = 0
+    next_page_event: int = 0
     branch: int = 0
     num_preemptions: int = 0
     num_prompt_computed: int = 0
@@ -68,13 +74,12 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
         self.order = (request.priority, self.number)
+        ends = frozenset() if request.params.ignore_eos else request.eos_token_ids
+        self.end_ids = ends.union(request.params.stop_token_ids)
         self.constraint = None if request.constraint is None else request.constraint.copy()
         self.prompt_logprobs = None if request.params.prompt_logprobs is None else [None] * self.num_prompt
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:

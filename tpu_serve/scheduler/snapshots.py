@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -33,6 +33,8 @@ class Snapshots:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._by_hash: OrderedDict[bytes, int] = OrderedDict()
+        self.watched: Container[bytes] = ()  # see `PagePool`
+        self.num_watched_changes = 0
         self._pending: dict[Sequence, _Pending] = {}
         self._passing: dict[Sequence, bytes] = {}
         self._fresh: list[tuple[bytes, int]] = []
@@ -40,8 +42,8 @@ class Snapshots:
     def reset(self) -> None:
         """Forgets every snapshot that no sequence is about to write."""
         self.settle()
-        self._free += self._by_hash.values()
-        self._by_hash.clear()
+        for digest in list(self._by_hash):
+            self._free.append(self._forget(digest))
 
     def settle(self) -> None:
         """What the steps launched so far have written can be found from now on."""
@@ -50,21 +52,23 @@ class Snapshots:
                 self._free.append(row)
             else:
                 self._by_hash[digest] = row
+                self.num_watched_changes += digest in self.watched
         self._fresh.clear()
 
     def find(self, digest: bytes) -> int:
-        """Row of a snapshot, -1 if there is none."""
-        row = self._by_hash.get(digest, -1)
-        if row >= 0:
-            self._by_hash.move_to_end(digest)
-        return row
+        """Row of a snapshot, -1 if there is none. Changes nothing: `use` it."""
+        return self._by_hash.get(digest, -1)
+
+    def use(self, digest: bytes) -> None:
+        """A sequence starts from this snapshot."""
+        self._by_hash.move_to_end(digest)
 
     def take(self, sequence: Sequence, num_tokens: int, is_passing: bool) -> int:
         """A row for the state after so many tokens, -1 where there is none to have."""
         if sequence in self._pending:
             return -1
         if not self._free and self._by_hash:
-            self._free.append(self._by_hash.popitem(last=False)[1])
+            self._free.append(self._forget(next(iter(self._by_hash))))
         if not self._free:
             return -1
         row = self._free.pop()
@@ -82,8 +86,12 @@ class Snapshots:
         if pending.is_passing:
             older = self._passing.get(sequence)
             if older is not None and older in self._by_hash:
-                self._free.append(self._by_hash.pop(older))
+                self._free.append(self._forget(older))
             self._passing[sequence] = digest
+
+    def _forget(self, digest: bytes) -> int:
+        self.num_watched_changes += digest in self.watched
+        return self._by_hash.pop(digest)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence stops running; what it waits for is never known."""

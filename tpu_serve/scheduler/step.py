@@ -19,6 +19,7 @@ class Scheduled:
       restore: snapshot that recurrent state starts from, -1 for the sequence's own state.
       snapshot: snapshot that takes its state afterwards, -1 for none; of several steps, after the last one that fills a page.
       is_first: first launch since the sequence got its slot; all its tokens are known then.
+      has_new_pages: its pages may be others than at its last launch.
     """
 
     sequence: Sequence
@@ -29,6 +30,7 @@ class Scheduled:
     snapshot: int = -1
     is_first: bool = False
     num_steps: int = 1
+    has_new_pages: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class SchedulerOutput:
     """One planned launch: rows with a single token first, then longer chunks, each group in order of arrival.
 
     Attributes:
+      num_tokens: of its first step.
       num_steps: decode steps that the device takes one after another, the largest `num_steps` of its rows. With more than one every row has a
         single token.
       ranks: what each data rank does of it, where there are several; their rows one rank after another are `scheduled`.
@@ -43,6 +46,7 @@ class SchedulerOutput:
 
     step_id: int
     scheduled: tuple[Scheduled, ...]
+    num_tokens: int
     preempted: tuple[Sequence, ...] = ()
     num_steps: int = 1
     ranks: tuple[SchedulerOutput, ...] = ()
@@ -56,11 +60,6 @@ class SchedulerOutput:
     def num_tokens_of_largest(self) -> int:
         """Tokens of the first step of the data rank that has most: all ranks take a bucket that holds as many."""
         return max((rank.num_tokens for rank in self.ranks), default=self.num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of its first step."""
-        return sum(item.length for item in self.scheduled)
 
     @property
     def num_tokens_in_all(self) -> int:

@@ -21,8 +21,25 @@ def take_token(sequence: Sequence, result: SampledToken, now: float) -> TokenOut
     Args:
       now: seconds on the monotonic clock.
     """
-    token_id, request = result.token_id, sequence.request
+    token_id, tokens = result.token_id, sequence.tokens
     assert token_id is not None
+    if (
+        token_id < 0
+        or token_id in sequence.end_ids
+        or len(tokens) + 1 >= sequence.max_num_tokens
+        or sequence.first_token is None
+        or sequence.constraint is not None
+    ):
+        return _take_notable_token(sequence, result, token_id, now)
+    tokens.append(token_id)
+    sequence.last_token = now
+    logprobs = None if result.logprobs is None else (result.logprobs,)
+    return TokenOutput(sequence.request.id, (token_id,), logprobs, num_cached_tokens=sequence.num_cached)
+
+
+def _take_notable_token(sequence: Sequence, result: SampledToken, token_id: int, now: float) -> TokenOutput:
+    """One that may be the first or the last, or that a constraint must see."""
+    request = sequence.request
     if token_id < 0:
         return _failed(sequence, ERRORS[token_id])
     reason, stop_token_id = None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
@@ -30,8 +31,8 @@ class Answer(Protocol):
     async def complete(self) -> dict[str, Any]:
         """The whole answer."""
 
-    def stream(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a stream."""
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream, each a JSON object."""
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -138,6 +139,6 @@ async def stream(
     try:
         async with aclosing(answer.stream()) as chunks:
             async for item in chunks:
-                yield item
+                yield json.loads(item)
     finally:
         answer.close()

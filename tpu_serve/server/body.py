@@ -123,9 +123,20 @@ def parse_json(data: bytes) -> Any:
             gc.enable()
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_quoted = json.encoder.encode_basestring_ascii
+
+
 def dump_json(value: Any) -> bytes:
     """JSON in pure ASCII: no client can split a character, or take an exotic line separator in a text for the end of an event."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
+
+
+def json_text(value: str | int | None) -> str:
+    """The same of a single text, integer or None, as text."""
+    if isinstance(value, str):
+        return _quoted(value)
+    return "null" if value is None else str(int(value))
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

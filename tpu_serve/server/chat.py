@@ -12,7 +12,8 @@ from tpu_serve.parsing.counter import ReasoningCounter
 from tpu_serve.request import InvalidRequest, TokenLogprobs
 from tpu_serve.server import answer as answers
 from tpu_serve.server.answer import start_generations, stream_usage
-from tpu_serve.server.chat_choice import ChatChoiceReader
+from tpu_serve.server.chat_choice import ChatChoiceReader, MessagePart
+from tpu_serve.server.chat_chunks import ChatChunks
 from tpu_serve.server.chat_constraint import chat_constraint
 from tpu_serve.server.chat_prompt import ChatPrompt, chat_prompt
 from tpu_serve.server.fanout import Fanout, Piece, Source
@@ -20,14 +21,10 @@ from tpu_serve.server.logprobs import chat_logprobs, prompt_logprobs
 from tpu_serve.server.protocol import ChatCompletionRequest, parse
 from tpu_serve.server.replies import (
     ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
     ChatLogprobs,
     ChatReply,
-    ReasoningUsage,
+    Counts,
     Usage,
-    chunk,
     whole,
 )
 from tpu_serve.server.sampling import (
@@ -65,6 +62,14 @@ class ChatAnswer:
             "created": int(time.time()),
             "model": service.names[0],
         }
+        self._chunks = ChatChunks(
+            self._head,
+            service.tokenizer,
+            with_logprobs=request.logprobs,
+            with_token_ids=request.return_token_ids,
+            as_ids=request.return_tokens_as_token_ids,
+            repeats_reasoning=service.repeats_reasoning,
+        )
 
     async def complete(self) -> dict[str, Any]:
         pieces: dict[int, list[Piece]] = {}
@@ -82,54 +87,50 @@ class ChatAnswer:
             )
         )
 
-    async def parts(self) -> AsyncGenerator[tuple[Piece, list[ChatDelta]], None]:
+    async def parts(self) -> AsyncGenerator[tuple[Piece, list[MessagePart]], None]:
         """The pieces of its choices, each with what it adds to the message of its choice."""
         async with aclosing(self._source.pieces()) as pieces:
             async for piece in pieces:
                 yield piece, self._reader(piece.index).read(piece)
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         include_usage, on_every_chunk = stream_usage(self._service, self._request)
-
-        def make(choices: list[ChatChunkChoice], usage: Usage | None, **fields: Any) -> dict[str, Any]:
-            if usage is not None:
-                fields["usage"] = usage
-            return chunk(ChatChunk(object="chat.completion.chunk", **self._head, choices=choices, **fields))
-
         waiting: dict[int, Piece] = {}
         async with aclosing(self._source.pieces()) as pieces:
             async for piece in pieces:
+                index = piece.index
                 if piece.is_first:
+                    counts = self._counts()
                     # The role comes before the piece's tokens do.
-                    opening = _empty_choice(piece.index, ChatDelta(role="assistant", content=""))
-                    usage = self._with_reasoning(self._source.usage().without(len(piece.token_ids)))
-                    yield make([opening], usage if on_every_chunk else None, **self._prompt_fields())
-                deltas = self._reader(piece.index).read(piece)
-                held = waiting.pop(piece.index, None)
-                if held is not None:
+                    before = counts._replace(completion=counts.completion - len(piece.token_ids))
+                    usage = before.usage() if on_every_chunk else None
+                    yield self._chunks.opening(index, usage=usage, **self._prompt_fields())
+                reader = self._reader(index)
+                parts = reader.read(piece)
+                if waiting and (held := waiting.pop(index, None)) is not None:
                     held.token_ids += piece.token_ids  # in place, for reasoning that is not shown is long
                     held.logprobs += piece.logprobs
                     piece.token_ids, piece.logprobs = held.token_ids, held.logprobs
-                if not deltas and piece.finish_reason is None:
-                    waiting[piece.index] = piece  # its text may be part of a tag
+                if not parts and piece.finish_reason is None:
+                    waiting[index] = piece  # its text may be part of a tag
                     continue
-                for choice in self._chunk_choices(piece, deltas):
-                    yield make([choice], self.usage() if on_every_chunk else None)
+                told = f',"usage":{self._counts().text()}' if on_every_chunk else ""
+                for chunk in self._chunks.of(piece, parts, reader.finish_reason, told):
+                    yield chunk
         if include_usage:
-            yield make([], self.usage(), metrics=self._source.metrics())
+            yield self._chunks.rare([], usage=self.usage(), metrics=self._source.metrics())
 
     def usage(self) -> Usage:
-        return self._with_reasoning(self._source.usage())
+        return self._counts().usage()
 
     def close(self) -> None:
         self._source.close()
 
-    def _with_reasoning(self, usage: Usage) -> Usage:
+    def _counts(self) -> Counts:
+        counts = self._source.counts()
         if self._service.formats.reasoning is None:
-            return usage
-        return ReasoningUsage.with_reasoning(
-            usage, sum(reader.num_reasoning_tokens for reader in self._readers.values())
-        )
+            return counts
+        return counts._replace(reasoning=sum(reader.num_reasoning_tokens for reader in self._readers.values()))
 
     def _prompt_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -176,19 +177,6 @@ class ChatAnswer:
             else None,
         )
 
-    def _chunk_choices(self, piece: Piece, deltas: list[ChatDelta]) -> list[ChatChunkChoice]:
-        """A chunk for each part: tokens go with the first one, the end of the choice with the last."""
-        choices = [_empty_choice(piece.index, delta) for delta in deltas or [ChatDelta()]]
-        choices[0].logprobs = self._logprobs(piece.logprobs)
-        if self._request.return_token_ids:
-            for choice in choices:
-                choice.token_ids = []
-            choices[0].token_ids = piece.token_ids
-        if piece.finish_reason is not None:
-            choices[-1].finish_reason = self._readers[piece.index].finish_reason
-            choices[-1].stop_reason = piece.stop_reason
-        return choices
-
     def _logprobs(self, entries: list[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._request.logprobs:
             return None
@@ -199,10 +187,6 @@ class ChatAnswer:
         if num_top is None:
             return None
         return prompt_logprobs(self._service.tokenizer, piece.prompt_logprobs or (), num_top=num_top)
-
-
-def _empty_choice(index: int, delta: ChatDelta) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
 
 async def start_chat(body: Any, service: Service, request_id: str | None = None) -> ChatAnswer:

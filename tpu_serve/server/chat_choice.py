@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tpu_serve.parsing.answer import AnswerParser
 from tpu_serve.parsing.counter import ReasoningCounter
-from tpu_serve.parsing.events import CallArguments, CallStart, ContentText, Event, ReasoningText
+from tpu_serve.parsing.events import CallStart, ContentText, Event, ReasoningText
 from tpu_serve.request import FinishReason
 from tpu_serve.server.fanout import Piece
 from tpu_serve.server.replies import (
-    ChatDelta,
     ChatMessage,
     FunctionCall,
-    FunctionDelta,
     ToolCall,
-    ToolCallDelta,
 )
 from tpu_serve.server.tools import ToolUse
+
+
+@dataclass(slots=True)
+class CallPart:
+    """A part of a call: the first one has its id and name, all others have arguments.
+
+    Attributes:
+      index: which of the message's calls.
+    """
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+MessagePart = ContentText | ReasoningText | CallPart
+"""What a piece adds to a message."""
 
 
 class ChatChoiceReader:
@@ -59,21 +74,23 @@ class ChatChoiceReader:
     def num_reasoning_tokens(self) -> int:
         return 0 if self._counter is None else self._counter.num_tokens
 
-    def read(self, piece: Piece) -> list[ChatDelta]:
+    def read(self, piece: Piece) -> list[MessagePart]:
         """What a piece adds to the message, in order; nothing while a tag or a header is incomplete."""
         if self._counter is not None:
             self._counter.see(piece.token_ids)
-        events: list[Event] = [ContentText(self._opening)] if self._opening else []
-        self._opening = ""
-        events += self._parser.feed(piece.text)
+        parts: list[MessagePart] = []
+        if self._opening:
+            self._add(ContentText(self._opening), parts)
+            self._opening = ""
+        for event in self._parser.feed(piece.text):
+            self._add(event, parts)
         if piece.finish_reason is not None:
             ended_itself = piece.finish_reason is FinishReason.STOP and not isinstance(piece.stop_reason, str)
-            events += self._parser.finish(is_cut=not ended_itself)
-        deltas = [delta for event in events for delta in self._delta(event)]
-        if piece.finish_reason is not None:
+            for event in self._parser.finish(is_cut=not ended_itself):
+                self._add(event, parts)
             called = self._calls and piece.finish_reason is FinishReason.STOP and self._use.mode != "named"
             self.finish_reason = "tool_calls" if called else str(piece.finish_reason)
-        return deltas
+        return parts
 
     def message(self) -> ChatMessage:
         """The whole message so far."""
@@ -90,33 +107,21 @@ class ChatChoiceReader:
             or None,
         )
 
-    def _delta(self, event: Event) -> Iterator[ChatDelta]:
-        match event:
-            case ContentText(text):
-                self._content.append(text)
-                yield ChatDelta(content=text)
-            case ReasoningText(text):
-                self._has_reasoned = True
-                if self._shows_reasoning:
-                    self._reasoning.append(text)
-                    delta = ChatDelta(reasoning=text)
-                    if self._repeats_reasoning:
-                        delta.reasoning_content = text
-                    yield delta
-            case CallStart(name):
-                self._is_dropped = self._use.keeps_one and bool(self._calls)
-                if not self._is_dropped:
-                    call_id = f"call_{uuid.uuid4().hex[:24]}"
-                    self._calls.append((call_id, name, []))
-                    function = FunctionDelta(name=name, arguments="")
-                    yield self._call(
-                        ToolCallDelta(index=len(self._calls) - 1, id=call_id, type="function", function=function)
-                    )
-            case CallArguments(text):
-                if not self._is_dropped:
-                    self._calls[-1][2].append(text)
-                    yield self._call(ToolCallDelta(index=len(self._calls) - 1, function=FunctionDelta(arguments=text)))
-
-    @staticmethod
-    def _call(delta: ToolCallDelta) -> ChatDelta:
-        return ChatDelta(tool_calls=[delta])
+    def _add(self, event: Event, parts: list[MessagePart]) -> None:
+        if isinstance(event, ContentText):
+            self._content.append(event.text)
+            parts.append(event)
+        elif isinstance(event, ReasoningText):
+            self._has_reasoned = True
+            if self._shows_reasoning:
+                self._reasoning.append(event.text)
+                parts.append(event)
+        elif isinstance(event, CallStart):
+            self._is_dropped = self._use.keeps_one and bool(self._calls)
+            if not self._is_dropped:
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                self._calls.append((call_id, event.name, []))
+                parts.append(CallPart(len(self._calls) - 1, "", call_id, event.name))
+        elif not self._is_dropped:
+            self._calls[-1][2].append(event.text)
+            parts.append(CallPart(len(self._calls) - 1, event.text))

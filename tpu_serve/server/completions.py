@@ -11,6 +11,7 @@ from typing import Any
 from tpu_serve.request import FinishReason, TokenLogprobs
 from tpu_serve.server import answer as answers
 from tpu_serve.server.answer import check_num_choices, start_generations, stream_usage
+from tpu_serve.server.body import dump_json, json_text
 from tpu_serve.server.fanout import Fanout, Piece, Source, join
 from tpu_serve.server.logprobs import TextPlace, completion_logprobs, prompt_logprobs
 from tpu_serve.server.prompt import split_prompts
@@ -19,6 +20,7 @@ from tpu_serve.server.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
+    Counts,
     RequestMetrics,
     Usage,
     chunk,
@@ -77,22 +79,36 @@ class CompletionAnswer:
             await asyncio.sleep(0)  # log-probabilities of long prompts take a while: others go on meanwhile
         return whole(CompletionReply(**self._head, choices=choices, usage=self.usage(), metrics=self._source.metrics()))
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         include_usage, on_every_chunk = stream_usage(self._service, self._request)
+        start = dump_json({**self._head, "choices": []}).decode()[:-2]
         async with aclosing(self._source.pieces()) as pieces:
             async for piece in pieces:
-                extra: dict[str, Any] = {"usage": self.usage()} if on_every_chunk else {}
-                choice = self._choice(piece, with_prompt=piece.is_first)
-                yield chunk(CompletionReply(**self._head, choices=[choice], **extra))
+                usage = f',"usage":{self._source.counts().text()}' if on_every_chunk else ""
+                yield f"{start}{self._choice_text(piece)}]{usage}}}".encode("ascii")
         if include_usage:
             metrics = self._source.metrics()
-            yield chunk(CompletionReply(**self._head, choices=[], usage=self.usage(), metrics=metrics))
+            yield dump_json(chunk(CompletionReply(**self._head, choices=[], usage=self.usage(), metrics=metrics)))
 
     def usage(self) -> Usage:
-        return self._source.usage()
+        return self._source.counts().usage()
 
     def close(self) -> None:
         self._source.close()
+
+    def _choice_text(self, piece: Piece) -> str:
+        """The JSON text of a streamed choice, with the fields that are set; it is written here because a stream sends one per token."""
+        request = self._request
+        if request.return_token_ids or request.prompt_logprobs is not None:
+            return dump_json(chunk(self._choice(piece, with_prompt=piece.is_first))).decode()
+        logprobs = "null"
+        if request.logprobs is not None:
+            logprobs = dump_json(self._logprob_fields(piece, with_prompt=piece.is_first)).decode()
+        reason, stop = json_text(piece.finish_reason), json_text(piece.stop_reason)
+        return (
+            f'{{"index":{piece.index},"text":{json_text(piece.text)},"logprobs":{logprobs},"finish_reason":{reason},'
+            f'"stop_reason":{stop}}}'
+        )
 
     def _choice(self, piece: Piece, *, with_prompt: bool) -> CompletionChoice:
         choice = CompletionChoice(
@@ -116,6 +132,9 @@ class CompletionAnswer:
     def _logprobs(self, piece: Piece, *, with_prompt: bool) -> CompletionLogprobs | None:
         if self._request.logprobs is None:
             return None
+        return CompletionLogprobs(**self._logprob_fields(piece, with_prompt=with_prompt))
+
+    def _logprob_fields(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
         prompt = self._prompts[piece.index // self._num_choices]
         place = self._places.get(piece.index)
         if place is None:
@@ -135,6 +154,7 @@ class CompletionAnswer:
             token_ids.append(entry.token_id)
             entries.append(entry)
             offsets.append(place.next(entry.token_id))
+        assert self._request.logprobs is not None
         return completion_logprobs(
             self._service.tokenizer,
             token_ids,
@@ -181,9 +201,9 @@ class EchoOnly:
             finish_reason=FinishReason.LENGTH,
         )
 
-    def usage(self) -> Usage:
-        num_cached = 0 if self._scoring is None else self._scoring.usage().prompt_tokens_details.cached_tokens
-        return Usage.of(sum(len(prompt) for prompt in self._prompts), 0, num_cached)
+    def counts(self) -> Counts:
+        num_cached = 0 if self._scoring is None else self._scoring.counts().cached
+        return Counts(sum(len(prompt) for prompt in self._prompts), 0, num_cached)
 
     def metrics(self) -> RequestMetrics:
         return RequestMetrics() if self._scoring is None else self._scoring.metrics()

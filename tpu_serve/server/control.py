@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from fastapi import FastAPI, Response
 
+from tpu_serve.engine.client import EngineDead
+from tpu_serve.engine.operations import Operation
 from tpu_serve.server import openapi
 from tpu_serve.server.body import json_response
 from tpu_serve.server.errors import HttpError, conflict, not_served
 from tpu_serve.server.replies import SuccessReply
 from tpu_serve.server.state import ServerState
-
-if TYPE_CHECKING:
-    from tpu_serve.engine.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -48,38 +47,34 @@ def add_control(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_profile(app: FastAPI, state: ServerState) -> None:
-    folder = state.config.profile_dir
-    made: list[Profiler] = []
-
-    def require() -> Profiler:
-        if folder is None:
+    def require() -> str:
+        if state.config.profile_dir is None:
             raise not_served("Start the server with --profile-dir DIR to take traces.")
         state.require_service()
-        if not made:
-            from tpu_serve.engine.profiler import Profiler  # imports jax, which is there once the model is loaded
+        return str(Path(state.config.profile_dir).expanduser())
 
-            made.append(Profiler(folder))
-        return made[0]
+    async def operate(name: Operation, *arguments: str) -> bool:
+        engine = state.require_service().frontend.engine
+        try:
+            return bool(await asyncio.wrap_future(engine.operate(name, *arguments)))
+        except EngineDead:
+            raise
+        except (OSError, RuntimeError):
+            logger.exception("The trace could not be taken")
+            raise HttpError(500, "The trace could not be taken; the server's log says why.", "profile_failed") from None
 
     async def start_profile() -> Response:
-        taker = require()
-        try:
-            is_started = await asyncio.to_thread(taker.start)
-        except (OSError, RuntimeError):
-            logger.exception("The trace could not be started")
-            raise HttpError(
-                500, "The trace could not be started; the server's log says why.", "profile_failed"
-            ) from None
-        if not is_started:
+        folder = require()
+        if not await operate("start_profile", folder):
             raise conflict("A trace is being taken already; end it by POST /stop_profile.", "profile_running")
-        logger.info("Taking a trace for %s", taker.folder)
+        logger.info("Taking a trace for %s", folder)
         return Response()
 
     async def stop_profile() -> Response:
-        taker = require()
-        if not await asyncio.to_thread(taker.stop):
+        folder = require()
+        if not await operate("stop_profile"):
             raise conflict("No trace is being taken; start one by POST /start_profile.", "profile_not_running")
-        logger.info("A trace is in %s", taker.folder)
+        logger.info("A trace is in %s", folder)
         return Response()
 
     for path, work in (("/start_profile", start_profile), ("/stop_profile", stop_profile)):

@@ -58,11 +58,11 @@ class _Progress:
     """Whether an engine has done anything since this was made."""
 
     def __init__(self, service: Service):
-        self._core = service.frontend.engine.core
-        self._num_generated, self._num_steps = self._core.scheduler.stats.generated, self._core.num_steps
+        self._read = service.frontend.engine.reading
+        self._before = self._read()
 
     @property
     def is_made(self) -> bool:
         # Steps are counted when they are launched: those that may be under way prove nothing. Long prompts take steps without tokens.
-        is_stepping = self._core.num_steps > self._num_steps + 2
-        return is_stepping or self._core.scheduler.stats.generated != self._num_generated
+        now, before = self._read(), self._before
+        return now.num_steps > before.num_steps + 2 or now.stats.generated != before.stats.generated

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tpu_serve.engine.engine import Engine
-from tpu_serve.scheduler.step import SchedulerStats
+from tpu_serve.engine.reading import Reading as EngineReading
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.server.metric_families import Reading
 
 CACHE_SIZES = (
@@ -30,15 +30,14 @@ class EngineMetrics(Collector):
 
     def __init__(self, labels: tuple[str, str]):
         self._reading = Reading(labels)
-        self.engine: Engine | None = None
+        self.engine: ServedEngine | None = None
 
     def collect(self) -> Iterator[Metric]:
         reading = self._reading
-        scheduler = None if self.engine is None else self.engine.core.scheduler
-        stats = SchedulerStats() if scheduler is None else scheduler.stats
-        has_cache = scheduler is not None and scheduler.enable_prefix_caching
-        num_waiting = len(scheduler.waiting) if scheduler else 0
-        yield reading.gauge("num_requests_running", "Requests in the batch", len(scheduler.running) if scheduler else 0)
+        now = EngineReading() if self.engine is None else self.engine.reading()
+        stats, num_waiting = now.stats, now.num_waiting
+        has_cache = self.engine is not None and self.engine.cache.has_prefix_cache
+        yield reading.gauge("num_requests_running", "Requests in the batch", now.num_running)
         yield reading.gauge("num_requests_waiting", "Requests in the queue", num_waiting)
         yield reading.gauges(
             "num_requests_waiting_by_reason",
@@ -46,8 +45,7 @@ class EngineMetrics(Collector):
             ("reason",),
             ((("capacity",), num_waiting), (("deferred",), 0)),
         )
-        usage = scheduler.cache.usage if scheduler else 0.0
-        yield reading.gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", usage)
+        yield reading.gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", now.cache_usage)
         yield reading.gauges(
             "engine_sleep_state",
             "1 for the state that the engine is in: it never sleeps",
@@ -74,18 +72,16 @@ class EngineMetrics(Collector):
         )
 
 
-def _cache_sizes(engine: Engine) -> list[str]:
-    """Values of `CACHE_SIZES`, of the first pool of pages; where layers of several windows share a model, those that see most have it."""
-    scheduler = engine.core.scheduler
-    pool, num_pages = scheduler.cache.pools[0], scheduler.cache.pools[0].num_usable
-    longest = max(1, pool.most_pages(scheduler.max_model_len, 1))
+def _cache_sizes(engine: ServedEngine) -> list[str]:
+    """Values of `CACHE_SIZES`."""
+    cache = engine.cache
     values = (
-        pool.page_size,
-        num_pages,
-        num_pages * pool.page_size,
-        f"{num_pages / longest:.2f}",
+        cache.page_size,
+        cache.num_pages,
+        cache.num_pages * cache.page_size,
+        f"{cache.num_pages / cache.longest_pages:.2f}",
         engine.config.cache.kv_cache_dtype,
-        scheduler.enable_prefix_caching,
+        cache.has_prefix_cache,
     )
     return [str(value) for value in values]
 
@@ -95,39 +91,35 @@ class OwnMetrics(Collector):
 
     def __init__(self, labels: tuple[str, str]):
         self._reading = Reading(labels)
-        self._engine: Engine | None = None
+        self._engine: ServedEngine | None = None
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: ServedEngine) -> None:
         """Reads this engine from now on."""
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         reading, engine = self._reading, self._engine
-        core = None if engine is None else engine.core
-        num_compiled = 0 if core is None else core.runner.compile_count
-        num_cached, seconds = (0, 0.0) if engine is None else engine.compile_costs()
-        num_recompiled = 0 if engine is None else engine.num_recompiled()
-        num_ready, num_programs = (0, 0) if engine is None else engine.programs()
-        yield reading.counter("steps", "Steps of the engine", 0 if core is None else core.num_steps)
+        now = EngineReading() if engine is None else engine.reading()
+        yield reading.counter("steps", "Steps of the engine", now.num_steps)
         yield reading.counters(
             "compile",
             "Programs compiled or taken from the cache, for the start and unexpectedly since: the latter should stay 0",
             "phase",
-            (("start", num_compiled - num_recompiled), ("serving", num_recompiled)),
+            (("start", now.num_compiled - now.num_recompiled), ("serving", now.num_recompiled)),
         )
         yield reading.gauges(
             "programs",
             "Programs of the engine that are compiled, and that are still to be (--serve-while-compiling)",
             ("state",),
-            ((("ready",), num_ready), (("compiling",), num_programs - num_ready)),
+            ((("ready",), now.num_programs_ready), (("compiling",), now.num_programs - now.num_programs_ready)),
         )
-        yield reading.counter("compile_seconds", "Time that compiling took, of all threads", seconds)
-        yield reading.counter("compile_cache_hits", "Programs that came from the compile cache", num_cached)
+        yield reading.counter("compile_seconds", "Time that compiling took, of all threads", now.compile_seconds)
+        yield reading.counter("compile_cache_hits", "Programs that came from the compile cache", now.num_cache_hits)
         yield reading.gauges(
             "hbm_bytes",
             "Memory of each device by what it is for (planned), and as the device tells it (in_use, peak, limit)",
             ("kind",),
-            [((kind,), size) for kind, size in (engine.memory_bytes().items() if engine else ())],
+            [((kind,), size) for kind, size in (engine.device_memory().items() if engine else ())],
         )
         yield reading.gauges(
             "moe_plans",

@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server.answer import Answer, Start
-from tpu_serve.server.body import error_response, json_response
+from tpu_serve.server.body import dump_json, error_response, json_response
 from tpu_serve.server.errors import error_body, log_unexpected
 from tpu_serve.server.load_report import load_report
 from tpu_serve.server.logs import shown_prompt
 from tpu_serve.server.parameters import ignored_header
 from tpu_serve.server.service import Service
-from tpu_serve.server.sse import CHUNKS, HEADERS, KEEP_ALIVE, Frames, until_disconnect, with_pauses
+from tpu_serve.server.sse import CHUNKS, HEADERS, Frames, keeping_alive, until_disconnect
 from tpu_serve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -96,17 +96,18 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         outcome = "done"
         try:
+            event = self._frames.event
             async with (
                 aclosing(answer.stream()) as chunks,
-                aclosing(with_pauses(chunks, self._state.config.sse_keep_alive_interval)) as paused,
+                keeping_alive(send, self._state.config.sse_keep_alive_interval) as send_chunk,
             ):
-                async for payload in paused:
-                    body = KEEP_ALIVE if payload is None else self._frames.event(payload)
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                async for payload in chunks:
+                    await send_chunk({"type": "http.response.body", "body": event(payload), "more_body": True})
         except Exception as error:
             log_unexpected(error, answer.request_id)
             failure = error_body(error)[1]
             outcome = f"failed, {failure['error']['reason']}"
-            await send({"type": "http.response.body", "body": self._frames.failure(failure), "more_body": True})
+            body = self._frames.failure(dump_json(failure))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": self._frames.end, "more_body": False})
         return outcome

@@ -12,7 +12,7 @@ from tpu_serve.engine.choice import ChoiceDelta
 from tpu_serve.engine.frontend import Generation
 from tpu_serve.request import FinishReason, TokenLogprobs
 from tpu_serve.server.errors import shutting_down
-from tpu_serve.server.replies import RequestMetrics, Usage
+from tpu_serve.server.replies import Counts, RequestMetrics
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Source(Protocol):
           HttpError: the server stopped.
         """
 
-    def usage(self) -> Usage:
+    def counts(self) -> Counts:
         """Tokens of the pieces so far."""
 
     def metrics(self) -> RequestMetrics:
@@ -88,36 +88,30 @@ class Fanout:
         self._generations, self._num_choices, self._openings = generations, num_choices, openings
         self._interval = interval
         self._pumps: list[asyncio.Task[None]] = []
-        self.num_completion_tokens = 0
+        self._pending: dict[int, Piece] = {}
+        self._num_completion_tokens = 0
+        self._num_prompt_tokens = sum(generation.num_prompt_tokens for generation in generations)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        pending: dict[int, Piece] = {}
-        async with aclosing(self._deltas()) as deltas:
-            async for prompt, delta in deltas:
-                if delta.finish_reason is FinishReason.ABORT:
-                    raise shutting_down()
-                index = prompt * self._num_choices + delta.index
-                piece = pending.get(index)
-                if piece is None:
-                    piece = Piece(index, self._openings[prompt] if self._openings else "")
-                piece.text += delta.text
-                piece.token_ids += delta.token_ids
-                piece.logprobs += delta.logprobs or ()
-                if delta.prompt_logprobs is not None:
-                    piece.prompt_logprobs = delta.prompt_logprobs
-                piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
-                self.num_completion_tokens += len(delta.token_ids)
-                is_due = piece.is_first or len(piece.token_ids) >= self._interval
-                if (piece.text and is_due) or piece.finish_reason is not None:
-                    pending[index] = Piece(index, is_first=False)
+        if len(self._generations) > 1:
+            async with aclosing(self._deltas()) as deltas:
+                async for prompt, delta in deltas:
+                    if (piece := self._take(self._add(prompt, delta))) is not None:
+                        yield piece
+            return
+        generation = self._generations[0]
+        async for delta in generation:
+            # Several choices, or a client that is slower than the model: what is there goes out together, but for first tokens.
+            indices = [self._add(0, delta)]
+            while not self._pending[indices[-1]].is_first and (more := generation.next_ready()) is not None:
+                indices.append(self._add(0, more))
+            for index in indices if len(indices) == 1 else dict.fromkeys(indices):
+                if (piece := self._take(index)) is not None:
                     yield piece
-                else:
-                    pending[index] = piece
 
-    def usage(self) -> Usage:
-        num_prompt = sum(generation.num_prompt_tokens for generation in self._generations)
-        num_cached = sum(generation.num_cached_tokens for generation in self._generations)
-        return Usage.of(num_prompt, self.num_completion_tokens, num_cached)
+    def counts(self) -> Counts:
+        num_cached = sum([generation.num_cached_tokens for generation in self._generations])
+        return Counts(self._num_prompt_tokens, self._num_completion_tokens, num_cached)
 
     def metrics(self) -> RequestMetrics:
         return RequestMetrics.of([choice.timing for generation in self._generations for choice in generation.choices])
@@ -128,11 +122,35 @@ class Fanout:
         for generation in self._generations:
             generation.close()
 
+    def _add(self, prompt: int, delta: ChoiceDelta) -> int:
+        """Adds a delta to what is pending of its choice, whose index it returns."""
+        if delta.finish_reason is FinishReason.ABORT:
+            raise shutting_down()
+        index = prompt * self._num_choices + delta.index
+        piece = self._pending.get(index)
+        if piece is None:
+            piece = self._pending[index] = Piece(index, self._openings[prompt] if self._openings else "")
+        piece.text += delta.text
+        piece.token_ids += delta.token_ids
+        if delta.logprobs:
+            piece.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            piece.prompt_logprobs = delta.prompt_logprobs
+        piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
+        return index
+
+    def _take(self, index: int) -> Piece | None:
+        """What is pending of a choice, if it is worth sending."""
+        piece = self._pending[index]
+        is_due = piece.text and (piece.is_first or len(piece.token_ids) >= self._interval)
+        if not is_due and piece.finish_reason is None:
+            return None
+        self._pending[index] = Piece(index, is_first=False)
+        self._num_completion_tokens += len(piece.token_ids)
+        return piece
+
     async def _deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta], None]:
-        if len(self._generations) == 1:
-            async for delta in self._generations[0]:
-                yield 0, delta
-            return
+        """Those of several prompts, each with the place of its prompt."""
         queue: asyncio.Queue[tuple[int, ChoiceDelta | Exception | None]] = asyncio.Queue()
 
         async def pump(prompt: int, generation: Generation) -> None:

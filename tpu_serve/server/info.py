@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -10,10 +12,12 @@ from typing import Any
 
 from tpu_serve import __version__
 from tpu_serve.config import ServerConfig
-from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.client import EngineDead
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.server.replies import ServerInfoReply, whole
 from tpu_serve.server.state import ServerState
 
+PATIENCE = 2.0
 _SECRET = frozenset({"api_key"})
 _PACKAGES = (
     "jax",
@@ -25,12 +29,14 @@ _PACKAGES = (
     "fastapi",
     "starlette",
     "uvicorn",
+    "uvloop",
     "pydantic",
+    "msgspec",
 )
 
 
-def server_info(state: ServerState) -> dict[str, Any]:
-    """Versions and options at any time; devices and sizes once the model is loaded."""
+async def server_info(state: ServerState) -> dict[str, Any]:
+    """Versions and options at any time; devices and sizes while a loaded engine tells them, within `PATIENCE` seconds."""
     engine = None if state.service is None else state.service.frontend.engine
     return whole(
         ServerInfoReply(
@@ -41,17 +47,17 @@ def server_info(state: ServerState) -> dict[str, Any]:
             uptime_seconds=round(time.monotonic() - state.started, 3),
             server_options=server_options(state.config),
             engine_options={} if engine is None else engine.config.non_default(),
-            **_described(engine),
+            **await _described(engine),
         )
     )
 
 
-def _described(engine: Engine | None) -> dict[str, Any]:
-    if engine is None:
-        return {"devices": [], "engine": None}
-    from tpu_serve.engine.description import describe_devices, describe_engine  # imports jax, as the loader has done
-
-    return {"devices": describe_devices(engine), "engine": describe_engine(engine)}
+async def _described(engine: ServedEngine | None) -> dict[str, Any]:
+    described: dict[str, Any] = {"devices": [], "engine": None}
+    if engine is not None:
+        with contextlib.suppress(EngineDead, TimeoutError):
+            described = await asyncio.wait_for(asyncio.wrap_future(engine.operate("describe")), PATIENCE)
+    return described
 
 
 def server_options(config: ServerConfig) -> dict[str, Any]:

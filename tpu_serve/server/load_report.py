@@ -14,10 +14,10 @@ def load_report(headers: Headers, service: Service) -> dict[str, str]:
     form = headers.get("endpoint-load-metrics-format", "").strip().lower()
     if form not in ("text", "json"):
         return {}
-    scheduler = service.frontend.engine.core.scheduler
+    reading = service.frontend.engine.reading()
     metrics = {
-        "kv_cache_usage_perc": round(scheduler.cache.usage, 4),
-        "num_requests_waiting": len(scheduler.waiting),
+        "kv_cache_usage_perc": round(reading.cache_usage, 4),
+        "num_requests_waiting": reading.num_waiting,
     }
     if form == "json":
         return {"endpoint-load-metrics": f"JSON {json.dumps({'named_metrics': metrics})}"}

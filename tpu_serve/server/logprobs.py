@@ -5,9 +5,12 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from tpu_serve.request import TokenLogprobs
-from tpu_serve.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, PromptLogprob, TopLogprob
+from tpu_serve.server.body import json_text
+from tpu_serve.server.replies import ChatLogprob, ChatLogprobs, PromptLogprob, TopLogprob
 from tpu_serve.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -100,6 +103,29 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_
     )
 
 
+def logprobs_text(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False) -> str:
+    """The JSON text of what `chat_logprobs` holds, which streams have with every token."""
+
+    def one(token_id: int, logprob: float) -> str:
+        name, data = _token_text(tokenizer, token_id)
+        if as_ids:
+            name = f'"{token_name(token_id)}"'
+        return f'"token":{name},"logprob":{float(finite(logprob))!r},"bytes":{data}'
+
+    found = []
+    for entry in entries:
+        top = ",".join([f"{{{one(*pair)}}}" for pair in entry.top])
+        found.append(f'{{{one(entry.token_id, entry.logprob)},"top_logprobs":[{top}]}}')
+    return f"[{','.join(found)}]"
+
+
+@lru_cache(maxsize=1 << 15)  # alternatives are mostly the same few thousand tokens
+def _token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, str]:
+    """JSON texts of a token's text and of the list of its bytes."""
+    data = ",".join(map(str, tokenizer.token_bytes(token_id)))
+    return json_text(tokenizer.token_text(token_id)), f"[{data}]"
+
+
 def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
@@ -108,8 +134,9 @@ def completion_logprobs(
     *,
     num_top: int,
     as_ids: bool = False,
-) -> CompletionLogprobs:
-    """
+) -> dict[str, Any]:
+    """The fields of `CompletionLogprobs`.
+
     Args:
       token_ids: one per entry.
       entries: None for the first token of a prompt, which has no log-probability.
@@ -133,12 +160,12 @@ def completion_logprobs(
                 text = name(token_id)
                 top[token_name(token_id) if text in top else text] = finite(logprob)
         tops.append(top)
-    return CompletionLogprobs(
-        tokens=[name(token_id) for token_id in token_ids],
-        token_logprobs=[None if entry is None else finite(entry.logprob) for entry in entries],
-        top_logprobs=tops,
-        text_offset=list(offsets),
-    )
+    return {
+        "tokens": [name(token_id) for token_id in token_ids],
+        "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
 
 
 def prompt_logprobs(

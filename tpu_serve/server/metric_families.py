@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 LABELS = ("model_name", "engine")
 """Of every metric but those of HTTP and of the process."""
@@ -70,6 +75,11 @@ class Families(Collector):
         self._sources.append(histogram)
         return histogram
 
+    def bulk_histogram(self, name: str, help: str, buckets: Sequence[float]) -> BulkHistogram:
+        histogram = BulkHistogram(self._labels, name, help, buckets)
+        self._sources.append(histogram)
+        return histogram
+
     def add(self, collector: Collector) -> None:
         """Further families, made when they are asked for."""
         self._sources.append(collector)
@@ -78,6 +88,33 @@ class Families(Collector):
         families = [family for source in self._sources for family in source.collect()]
         for prefix in self._prefixes:
             yield from (_prefixed(family, prefix) for family in families)
+
+
+class BulkHistogram(Collector):
+    """A histogram that takes many equal observations as one, which the library's cannot. One thread may observe.
+
+    Args:
+      labels: values of `LABELS`.
+      buckets: upper bounds in rising order, without infinity.
+    """
+
+    def __init__(self, labels: tuple[str, str], name: str, help: str, buckets: Sequence[float]):
+        self._labels, self._name, self._help = labels, name, help
+        self._bounds = (*buckets, math.inf)
+        self._counts, self._sum, self._created = [0] * len(self._bounds), 0.0, time.time()
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """So many observations of a value."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=LABELS)
+        totals = accumulate(self._counts)
+        buckets = [(floatToGoString(bound), float(total)) for bound, total in zip(self._bounds, totals, strict=True)]
+        family.add_metric(self._labels, buckets, self._sum)
+        family.add_sample(f"{self._name}_created", dict(zip(LABELS, self._labels, strict=True)), self._created)
+        yield family
 
 
 class Reading:

@@ -9,8 +9,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from tpu_serve.engine.choice import Choice
-from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.frontend import Generation
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.request import FinishReason
 from tpu_serve.server import metric_families as families
 from tpu_serve.server.engine_metrics import EngineMetrics, OwnMetrics
@@ -78,7 +78,7 @@ class Metrics:
         self._first_token = shared.histogram(
             "time_to_first_token_seconds", "From arrival to the first token", families.TO_FIRST_TOKEN
         )
-        self._next_token = shared.histogram(
+        self._next_token = shared.bulk_histogram(
             "inter_token_latency_seconds", "From one token to the next", families.TO_NEXT_TOKEN
         )
         self._per_token = shared.histogram(
@@ -148,7 +148,7 @@ class Metrics:
             "http_response_size_bytes", "Bodies of responses", ("handler",), registry=self.registry
         )
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: ServedEngine) -> None:
         """From now on gauges and the scheduler's counters are this engine's, read when they are asked for."""
         self.registry.unregister(self._lengths)
         self._make_lengths(engine.info.max_model_len)
@@ -173,10 +173,9 @@ class Metrics:
         self._generation_tokens.inc(num_tokens)
         self._first_token.observe(since_arrival)
 
-    def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None:
+    def next_tokens(self, num_tokens: int, since_previous: float) -> None:
         self._generation_tokens.inc(num_tokens)
-        for _ in range(num_tokens):  # the tokens of one launch come together, and count alike
-            self._next_token.observe(since_previous / num_tokens)
+        self._next_token.observe(since_previous, num_tokens)
 
     def step(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -28,6 +28,30 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class Counts(NamedTuple):
+    """Tokens of an answer. `reasoning` is None where it is not told from the rest."""
+
+    prompt: int
+    completion: int
+    cached: int
+    reasoning: int | None = None
+
+    def text(self) -> str:
+        """The JSON text of the usage."""
+        reasoning = (
+            "" if self.reasoning is None else f',"completion_tokens_details":{{"reasoning_tokens":{self.reasoning}}}'
+        )
+        return (
+            f'{{"prompt_tokens":{self.prompt},"completion_tokens":{self.completion},"total_tokens":{self.prompt + self.completion},'
+            f'"prompt_tokens_details":{{"cached_tokens":{self.cached}}}{reasoning}}}'
+        )
+
+    def usage(self) -> Usage:
+        """The same as a part of a reply."""
+        usage = Usage.of(self.prompt, self.completion, self.cached)
+        return usage if self.reasoning is None else ReasoningUsage.with_reasoning(usage, self.reasoning)
+
+
 class Usage(BaseModel):
     """Tokens; a prompt counts once however many choices it has."""
 
@@ -44,11 +68,6 @@ class Usage(BaseModel):
             total_tokens=num_prompt + num_completion,
             prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
         )
-
-    def without(self, num_completion: int) -> Usage:
-        """The usage before so many tokens were generated."""
-        num_before = self.completion_tokens - num_completion
-        return Usage.of(self.prompt_tokens, num_before, self.prompt_tokens_details.cached_tokens)
 
 
 class CompletionDetails(BaseModel):

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from tpu_serve.request import FinishReason, InvalidRequest
 from tpu_serve.server import answer as answers
+from tpu_serve.server.body import dump_json
 from tpu_serve.server.chat import ChatAnswer, start_chat
 from tpu_serve.server.errors import error_body
 from tpu_serve.server.replies import Usage, whole
 from tpu_serve.server.responses_chat import chat_body, fitting, own_name, own_words
-from tpu_serve.server.responses_output import Events, OutputReader
+from tpu_serve.server.responses_output import Event, Events, OutputReader
 from tpu_serve.server.responses_protocol import ResponseRequest, parse_response
 from tpu_serve.server.responses_replies import (
     IncompleteDetails,
@@ -44,22 +45,23 @@ class ResponseAnswer:
     async def complete(self) -> dict[str, Any]:
         async for event in self._told():
             last = event
+        assert not isinstance(last, bytes)
         response: dict[str, Any] = last["response"]
         return response
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         try:
             async with aclosing(self._told()) as events:
                 async for event in events:
-                    yield event
+                    yield event if isinstance(event, bytes) else dump_json(event)
         except Exception as error:
             failure = error_body(error)[1]["error"]
             message: str = failure["message"]
             failed = self._response("failed", self._output.so_far(), self.usage(), error=ResponseError(message=message))
-            yield self._events.make("response.failed", response=failed)
+            yield dump_json(self._events.make("response.failed", response=failed))
             # Clients end an iteration with an exception when an event holds an error.
             kind = {"code": ResponseError(message=message).code, "message": message, "param": failure["param"]}
-            yield self._events.make("error", **kind, error=failure)
+            yield dump_json(self._events.make("error", **kind, error=failure))
             raise
 
     def usage(self) -> Usage:
@@ -68,7 +70,7 @@ class ResponseAnswer:
     def close(self) -> None:
         self._chat.close()
 
-    async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def _told(self) -> AsyncGenerator[Event, None]:
         """The events of an answer that succeeds; the last one holds the whole response."""
         for kind in ("response.created", "response.in_progress"):
             yield self._events.make(kind, response=self._response("in_progress", [], None))

@@ -7,9 +7,13 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tpu_serve.parsing.events import ContentText
+from tpu_serve.request import TokenLogprobs
+from tpu_serve.server.body import json_text
+from tpu_serve.server.chat_choice import CallPart, MessagePart
 from tpu_serve.server.fanout import Piece
-from tpu_serve.server.logprobs import chat_logprobs
-from tpu_serve.server.replies import ChatDelta, ChatLogprob, whole
+from tpu_serve.server.logprobs import chat_logprobs, logprobs_text
+from tpu_serve.server.replies import whole
 from tpu_serve.server.responses_logprobs import TextLogprobs
 from tpu_serve.server.responses_replies import (
     FunctionCallItem,
@@ -22,8 +26,8 @@ from tpu_serve.server.responses_replies import (
 )
 from tpu_serve.text.tokenizer import Tokenizer
 
-Event = dict[str, Any]
-"""See `ResponseEvent`."""
+Event = dict[str, Any] | bytes
+"""See `ResponseEvent`. Those that come with every token are JSON already."""
 
 
 class Events:
@@ -32,8 +36,12 @@ class Events:
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
-    def make(self, kind: str, **fields: Any) -> Event:
+    def make(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def made(self, kind: str, fields: str) -> bytes:
+        """One whose further fields are given as JSON text."""
+        return f'{{"type":"{kind}","sequence_number":{next(self._numbers)},{fields}}}'.encode("ascii")
 
 
 class OutputReader:
@@ -50,25 +58,23 @@ class OutputReader:
         self._events, self._tokenizer = events, tokenizer
         self._logprobs = TextLogprobs(tokenizer.token_bytes) if with_logprobs else None
         self._texts: list[str] = []
-        self._text_logprobs: list[ChatLogprob] = []
+        self._text_logprobs: list[TokenLogprobs] = []
         self.items: list[Item] = []
 
-    def read(self, piece: Piece, deltas: Sequence[ChatDelta]) -> Iterator[Event]:
-        """The events of a piece, whose deltas these are."""
+    def read(self, piece: Piece, parts: Sequence[MessagePart]) -> Iterator[Event]:
+        """The events of a piece, whose parts these are."""
         if self._logprobs is not None:
             self._logprobs.see(piece.logprobs)
-        for delta in deltas:
-            if delta.reasoning:
-                yield from self._write(ReasoningItem, delta.reasoning)
-            if delta.content:
-                yield from self._write(MessageItem, delta.content)
-            for call in delta.tool_calls or ():
-                if call.id is not None:
+        for part in parts:
+            if isinstance(part, CallPart):
+                if part.id is not None:
                     yield from self._close()
-                    name = call.function.name or ""
-                    yield from self._open(FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=name))
-                if call.function.arguments:
-                    yield from self._write(FunctionCallItem, call.function.arguments)
+                    yield from self._open(FunctionCallItem(id=_new_id("fc"), call_id=part.id, name=part.name or ""))
+                if part.arguments:
+                    yield from self._write(FunctionCallItem, part.arguments)
+            elif part.text:
+                kind = MessageItem if isinstance(part, ContentText) else ReasoningItem
+                yield from self._write(kind, part.text)
 
     def finish(self, status: Status) -> Iterator[Event]:
         """The end of the last item. Without any item there is an empty message."""
@@ -91,15 +97,17 @@ class OutputReader:
             )
         self._texts.append(text)
         taken = [] if self._logprobs is None else self._logprobs.take(text)
+        place = f'"item_id":{json_text(self.items[-1].id)},"output_index":{len(self.items) - 1}'
+        delta = f'"delta":{json_text(text)}'
         if kind is FunctionCallItem:
-            yield self._event("response.function_call_arguments.delta", delta=text)
+            yield self._events.made("response.function_call_arguments.delta", f"{place},{delta}")
         elif kind is ReasoningItem:
-            yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
+            yield self._events.made("response.reasoning_text.delta", f'{place},"content_index":0,{delta}')
         else:
-            shown = chat_logprobs(self._tokenizer, taken).content
-            self._text_logprobs += shown
-            logprobs = [whole(entry) for entry in shown]
-            yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+            self._text_logprobs += taken
+            logprobs = logprobs_text(self._tokenizer, taken) if taken else "[]"
+            fields = f'{place},"content_index":0,{delta},"logprobs":{logprobs}'
+            yield self._events.made("response.output_text.delta", fields)
 
     def _open(self, item: Item) -> Iterator[Event]:
         self._texts, self._text_logprobs = [], []
@@ -134,9 +142,10 @@ class OutputReader:
         elif isinstance(item, ReasoningItem):
             item.content = [ReasoningText(text=text)]
         else:
-            item.content = [OutputText(text=text, logprobs=self._text_logprobs)]
+            logprobs = chat_logprobs(self._tokenizer, self._text_logprobs).content
+            item.content = [OutputText(text=text, logprobs=logprobs)]
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the item that is open."""
         return self._events.make(kind, item_id=self.items[-1].id, output_index=len(self.items) - 1, **fields)
 

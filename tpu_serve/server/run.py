@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import uvicorn
 
 from tpu_serve import __version__
 from tpu_serve.config import ConfigError, EngineConfig, ServerConfig
-from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.process import EngineProcess, LoadingFailed
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.runner import background
 from tpu_serve.server.app import create_app
 from tpu_serve.server.info import server_options
@@ -30,7 +33,7 @@ from tpu_serve.server.stats_line import StatsLine
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[EngineConfig, Callable[[str, float], None]], Engine]
+Build = Callable[[EngineConfig, Callable[[str, float], None]], ServedEngine]
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 LAST_WORDS = 1.5
@@ -38,14 +41,14 @@ LAST_WORDS = 1.5
 WORTH_MENTION = 0.1
 """Seconds that a phase of loading must take to be mentioned at the end."""
 CLOSING = 2.0
-"""Seconds that the engine's thread gets to finish its step."""
+"""Seconds that the engine gets to finish its step."""
 
 
-def serve(server: ServerConfig, engine: EngineConfig, build: Build | None = None) -> int:
+def serve(server: ServerConfig, engine: EngineConfig, build: Build | EngineProcess | None = None) -> int:
     """Serves until a signal or a failure ends it. Call it in the main thread.
 
     Args:
-      build: makes the engine, in a thread of its own; `build_engine` when left out.
+      build: makes the engine, in a thread; a process of its own with `build_engine` in it when left out.
 
     Returns:
       The exit code: 0 after a signal (128 + its number when a second one cut the first one's wait short), 1 after a failure, 2 when the
@@ -56,8 +59,15 @@ def serve(server: ServerConfig, engine: EngineConfig, build: Build | None = None
         _check_files(server)
         tls = tls_options(server)
         with listening(server) as listener:
-            run = _Run(server, engine, build or _build_engine, listener, tls)
-            code = asyncio.run(run.main())
+            run = _Run(
+                server,
+                engine,
+                EngineProcess(partial(configure_logging, server)) if build is None else build,
+                listener,
+                tls,
+            )
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                code = runner.run(run.main())
     except ConfigError as error:
         logger.error("%s", error)
         return EXIT_CONFIG
@@ -68,10 +78,14 @@ def serve(server: ServerConfig, engine: EngineConfig, build: Build | None = None
     return code
 
 
-def _build_engine(config: EngineConfig, on_phase: Callable[[str, float], None]) -> Engine:
-    from tpu_serve.engine.build import build_engine  # imports jax, which takes seconds: not in the main thread
-
-    return build_engine(config, on_phase)
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """That of uvloop where it is installed, else asyncio's own."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _check_files(server: ServerConfig) -> None:
@@ -96,9 +110,16 @@ class _Run:
     """
 
     def __init__(
-        self, server: ServerConfig, engine: EngineConfig, build: Build, listener: socket.socket, tls: dict[str, Any]
+        self,
+        server: ServerConfig,
+        engine: EngineConfig,
+        build: Build | EngineProcess,
+        listener: socket.socket,
+        tls: dict[str, Any],
     ):
-        self._server, self._engine, self._build, self._listener = server, engine, build, listener
+        self._server, self._engine, self._listener = server, engine, listener
+        self._process = build if isinstance(build, EngineProcess) else None
+        self._build: Build = build.build if isinstance(build, EngineProcess) else build
         self._url = url_of(listener, server)
         self._model = engine.model.served_name
         self._state = ServerState(
@@ -114,6 +135,7 @@ class _Run:
         self._num_signals = 0
         self._ending: asyncio.Task[None] | None = None
         self._stats: asyncio.Task[None] | None = None
+        self._is_over = False
         self.is_stuck = False
 
     async def main(self) -> int:
@@ -130,6 +152,11 @@ class _Run:
         closer = self._close_engine()
         if closer is not None:
             closer.join(CLOSING)
+        self._is_over = True
+        if self._process is not None:
+            self._process.kill()  # only one that loads or hangs is there still
+            self._loader.join(CLOSING)
+        await asyncio.sleep(0)  # the engine's client has a last thing to do in the loop
         if self._state.tracing is not None:
             self._state.tracing.close()
         self.is_stuck = self._loader.is_alive() or (closer is not None and closer.is_alive()) or background.is_running()
@@ -170,7 +197,9 @@ class _Run:
 
     # ---- events, in the loop ----------------------------------------------------------------------------------------
 
-    def _on_loaded(self, engine: Engine) -> None:
+    def _on_loaded(self, engine: ServedEngine) -> None:
+        if self._is_over:
+            return
         try:
             self._state.ready(engine)
             if self._state.service is not None:
@@ -183,7 +212,7 @@ class _Run:
         names = ", ".join(self._state.names)
         logger.info("Serving %s at %s after %.1f s%s. Application startup complete.", names, self._url, seconds, phases)
         if self._server.log_stats_interval and not self._server.disable_log_stats:
-            self._stats = self._loop.create_task(self._log_stats(StatsLine(engine.core.scheduler)))
+            self._stats = self._loop.create_task(self._log_stats(StatsLine(engine.reading)))
 
     async def _log_stats(self, line: StatsLine) -> None:
         then = time.monotonic()
@@ -195,9 +224,14 @@ class _Run:
             then = now
 
     def _on_load_failure(self, error: Exception) -> None:
+        if self._is_over:
+            return
         if isinstance(error, ConfigError):
             logger.error("%s", error)
             self._end(EXIT_CONFIG, "the configuration cannot be used")
+            return
+        if isinstance(error, LoadingFailed):  # its process has logged the rest
+            self._end(EXIT_FAILED, f"loading failed: {error}")
             return
         logger.error("Loading failed", exc_info=error)
         self._end(EXIT_FAILED, f"loading failed: {type(error).__name__}: {error}")
@@ -247,7 +281,7 @@ class _Run:
         return not self._state.num_inference
 
     def _close_engine(self) -> threading.Thread | None:
-        """Ends the engine's thread; in another one, because that waits for the step under way."""
+        """Ends the engine; in a thread, because that waits for the step under way."""
         if self._state.service is None:
             return None
         closer = threading.Thread(target=self._state.service.close, name="closer", daemon=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 from tpu_serve.config import ConfigError, ServerConfig
 from tpu_serve.constraint.compiler import GrammarCompiler
-from tpu_serve.engine.engine import Engine
 from tpu_serve.engine.frontend import Frontend, Observer
 from tpu_serve.engine.intake import ModelInfo
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.parsing.registry import Formats
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server.errors import show
@@ -63,13 +63,13 @@ class Service:
     @classmethod
     def start(
         cls,
-        engine: Engine,
+        engine: ServedEngine,
         config: ServerConfig,
         names: tuple[str, ...],
         observer: Observer | None = None,
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> Service:
-        """Starts the engine's thread. Call it in the event loop that will use the service; `close` ends it.
+        """Starts the engine. Call it in the event loop that will use the service; `close` ends it.
 
         Raises:
           ConfigError: the chat template cannot be used, or a parser of answers is not known.
@@ -103,7 +103,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """Ends the engine's thread and the compiler's workers. Blocks for the step under way."""
+        """Ends the engine and the compiler's workers. Blocks for the step under way."""
         self.grammars.close()
         self.frontend.close()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from starlette.types import Receive
-
-from tpu_serve.server.body import dump_json
+from starlette.types import Message, Receive, Send
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -20,26 +19,26 @@ HEADERS = {
 }
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + dump_json(payload) + b"\n\n"
+def event(payload: bytes) -> bytes:
+    return b"data: %b\n\n" % payload
 
 
-def named_event(payload: dict[str, Any]) -> bytes:
-    """An event under the name of its type."""
-    return b"event: " + payload["type"].encode() + b"\n" + event(payload)
+def named_event(payload: bytes) -> bytes:
+    """An event under the name of its type, which is the first thing that it says."""
+    return b"event: %b\ndata: %b\n\n" % (payload.split(b'"', 4)[3], payload)
 
 
 class Frames(NamedTuple):
     """What a stream is made of.
 
     Attributes:
-      event: a payload as bytes.
-      failure: an error body as bytes; empty where streams tell of their failures themselves.
+      event: what is sent of a JSON object.
+      failure: what is sent of an error body; empty where streams tell of their failures themselves.
       end: what comes last.
     """
 
-    event: Callable[[dict[str, Any]], bytes]
-    failure: Callable[[dict[str, Any]], bytes]
+    event: Callable[[bytes], bytes]
+    failure: Callable[[bytes], bytes]
     end: bytes
 
 
@@ -47,31 +46,40 @@ CHUNKS = Frames(event, event, DONE)
 NAMED_EVENTS = Frames(named_event, lambda _: b"", b"")
 
 
-async def with_pauses(
-    chunks: AsyncGenerator[dict[str, Any], None], seconds: float
-) -> AsyncGenerator[dict[str, Any] | None, None]:
-    """The chunks, and None after every `seconds` in which none came; never None when `seconds` is 0."""
+@asynccontextmanager
+async def keeping_alive(send: Send, seconds: float) -> AsyncIterator[Send]:
+    """What to send by instead of `send`: a comment goes out after every `seconds` in which nothing else did; never when that is 0."""
     if not seconds:
-        async for chunk in chunks:
-            yield chunk
+        yield send
         return
-    upcoming: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(anext(chunks))
-    try:
+    loop = asyncio.get_running_loop()
+    last, num_under_way = loop.time(), 0
+
+    async def noted(message: Message) -> None:
+        nonlocal last, num_under_way
+        num_under_way += 1
+        try:
+            await send(message)
+        finally:
+            num_under_way -= 1
+            last = loop.time()
+
+    async def beat() -> None:
         while True:
-            done, _ = await asyncio.wait({upcoming}, timeout=seconds)
-            if not done:
-                yield None
-                continue
-            try:
-                chunk = upcoming.result()
-            except StopAsyncIteration:
-                return
-            yield chunk
-            upcoming = asyncio.ensure_future(anext(chunks))
+            left = last + seconds - loop.time()
+            if left > 0:
+                await asyncio.sleep(left)
+            elif num_under_way:  # the client does not read
+                await asyncio.sleep(seconds)
+            else:
+                await noted({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+    task = asyncio.create_task(beat())
+    try:
+        yield noted
     finally:
-        # An iterator cannot be closed while a step of it is under way.
-        upcoming.cancel()
-        await asyncio.gather(upcoming, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

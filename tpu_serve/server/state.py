@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from tpu_serve.config import ServerConfig
-from tpu_serve.engine.engine import Engine
+from tpu_serve.engine.served import ServedEngine
 from tpu_serve.request import InvalidRequest
 from tpu_serve.server.body import BodyReader
 from tpu_serve.server.deep_health import DeepHealth
@@ -68,7 +68,7 @@ class ServerState:
 
     @property
     def failure(self) -> str | None:
-        """Why the server is dead, or None. It is so from the moment on at which the engine's thread knows."""
+        """Why the server is dead, or None. It is so from the moment on at which it is known of the engine."""
         if self._failure is None and self.service is not None:
             return self.service.frontend.client.failure
         return self._failure
@@ -85,7 +85,7 @@ class ServerState:
         """Says what loading does: the phase's name and the share of it that is done. Any thread may call it."""
         self.phase, self.percent = name, round(100 * min(max(share, 0.0), 1.0))
 
-    def ready(self, engine: Engine) -> None:
+    def ready(self, engine: ServedEngine) -> None:
         """Starts serving; call it in the event loop.
 
         Raises:

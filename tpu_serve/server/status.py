@@ -27,7 +27,7 @@ def add_status(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/server_info", response_model=ServerInfoReply, operation_id="server_info", responses=openapi.UNAUTHORIZED)
     async def show_info() -> Response:
-        return json_response(server_info(state))
+        return json_response(await server_info(state))
 
     async def metrics() -> Response:
         return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE})

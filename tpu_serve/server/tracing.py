@@ -91,7 +91,7 @@ class Tracing:
 
     def first_token(self, choice: Choice, num_tokens: int, since_arrival: float) -> None: ...
 
-    def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None: ...
+    def next_tokens(self, num_tokens: int, since_previous: float) -> None: ...
 
     def step(self, num_tokens: int) -> None: ...
 
@@ -166,9 +166,9 @@ class Observers:
         for observer in self._observers:
             observer.first_token(choice, num_tokens, since_arrival)
 
-    def next_token(self, choice: Choice, num_tokens: int, since_previous: float) -> None:
+    def next_tokens(self, num_tokens: int, since_previous: float) -> None:
         for observer in self._observers:
-            observer.next_token(choice, num_tokens, since_previous)
+            observer.next_tokens(num_tokens, since_previous)
 
     def step(self, num_tokens: int) -> None:
         for observer in self._observers:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpu_serve.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What one push added.
 
     Attributes:
@@ -70,11 +69,13 @@ class Detokenizer:
         self._matched: str | None = None
         self._ended = False
         self._num_spaces_to_drop = tokenizer.num_leading_spaces_dropped
+        self._is_between = False  # characters, so that the next token's text is its own
         for token_id in prompt_token_ids:
             if not self._num_spaces_to_drop:
                 break
             self._text_of(token_id)
         self._utf8.reset()
+        self._is_between = not self._num_spaces_to_drop
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False) -> TextDelta:
         """Takes the next tokens; `finished` says that none will follow, and lets everything out that was held back.
@@ -84,6 +85,13 @@ class Detokenizer:
         """
         if self._ended:
             return TextDelta("", self._matched, 0)
+        if (
+            not self._stop and self._is_between and not finished and len(token_ids) == 1
+        ):  # nearly every push of a stream
+            token_id = token_ids[0]
+            whole = "" if token_id in self._skipped else self._tokenizer.whole_text(token_id)
+            if whole is not None:
+                return TextDelta(whole, None, 1)
         shown: list[str] = []
         for index, token_id in enumerate(token_ids):
             is_gated = self._num_gated > 0
@@ -113,10 +121,15 @@ class Detokenizer:
             else:
                 self._num_spaces_to_drop -= 1
                 data = data[1:]
+        if self._is_between:
+            whole = self._tokenizer.whole_text(token_id)
+            if whole is not None:
+                return whole
         text = self._utf8.decode(data)
         # Of a surrogate, which is no character, Python's decoder waits for the third byte before it gives up on the first two.
         if data and 0xA0 <= data[-1] <= 0xBF and len(held := self._utf8.getstate()[0]) == 2 and held[0] == 0xED:
             text += self._utf8.decode(b"", final=True)
+        self._is_between = not self._num_spaces_to_drop and not self._utf8.getstate()[0]
         return text
 
     def _advance(self, text: str, shown: list[str], is_gated: bool = False) -> None:

@@ -58,6 +58,7 @@ class Tokenizer:
         self.num_leading_spaces_dropped = self._decoder.num_leading_spaces
         # Filled on first use: a vocabulary holds up to 262,144 tokens and a server shows a fraction of them.
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         if self._decoder.byte_level:
             # Added tokens are literal text, never written in the byte alphabet.
             self._bytes.update((token_id, token.content.encode()) for token_id, token in added.items())
@@ -116,6 +117,20 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token shown alone, special ones too: its bytes as text, with U+FFFD where they are only part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that is whole characters, whatever comes before and after it; None for one that is not."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < self.vocab_size:
+            self._whole_texts[token_id] = text
+        return text
 
     def token_spelling(self, token_id: int) -> str:
         """A token as the vocabulary writes it (`Ġis` where it is byte-level), which no other one shares; "" outside of it."""

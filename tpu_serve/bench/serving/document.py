@@ -6,11 +6,13 @@ import dataclasses
 import datetime
 import json
 import math
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_serve import __version__
 from tpu_serve.bench.serving.figures import Figures
 from tpu_serve.bench.serving.run import Plan, Result
 from tpu_serve.bench.serving.target import Target
@@ -18,12 +20,12 @@ from tpu_serve.bench.serving.target import Target
 
 def document(
     target: Target, plan: Plan, results: Sequence[Result], *, tokenizer_id: str, label: str | None, metadata: Mapping[str, str],
-    metrics: Sequence[str], is_detailed: bool,
+    metrics: Sequence[str], is_detailed: bool, about: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """One benchmark as JSON values.
 
     Figures of several runs are their medians, each figure by itself, but `failed` is that of the worst run; `repeats` has the runs and
-    `spread` their range then. Details are those of the first run.
+    `spread` their range then. Details are those of the first run. `about` is what `Target.about` found.
     """
     runs = [run_figures(result.figures, metrics) for result in results]
     first = results[0]
@@ -53,6 +55,8 @@ def document(
         "server": None if first.server is None else _medians([_server(result) for result in results]),
         "num_warm_up_compiles": first.num_warm_up_compiles,
         "settings": _settings(target, plan),
+        "client_versions": {"tpu_serve": __version__, "python": platform.python_version()},
+        **about,
     }
     if len(runs) > 1:
         found |= {"repeats": runs, "spread": spread(runs)}

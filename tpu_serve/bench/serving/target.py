@@ -112,6 +112,23 @@ class Target:
         except (OSError, BrokenConnection):
             return None
 
+    async def about(self) -> dict[str, Any]:
+        """Where the server runs, as far as it says: `versions`, and `device` as in other benchmarks' results; empty for other servers."""
+        try:
+            async with asyncio.timeout(SHORT_SECONDS), self.client.send("GET", "/server_info") as answer:
+                said = json.loads(await answer.read()) if answer.status == 200 else {}
+        except (OSError, BrokenConnection, ValueError):
+            return {}
+        found: dict[str, Any] = {}
+        if isinstance(said, dict) and isinstance(said.get("versions"), dict):
+            found["versions"] = {"tpu_serve": said.get("version"), **said["versions"]}
+            devices = said.get("devices") or []
+            if devices:
+                found["device"] = {name: devices[0].get(name) for name in ("platform", "kind")} | {
+                    "count": len(devices)
+                }
+        return found
+
     async def post(self, path: str) -> tuple[int, str]:
         """(Status, text) of a POST without a body; (0, why) when there is no answer."""
         try:

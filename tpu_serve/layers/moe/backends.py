@@ -21,10 +21,13 @@ from tpu_serve.kernels.fused_moe_v2.formats import FORMATS
 from tpu_serve.layers.moe.expert import Expert
 from tpu_serve.layers.moe.expert_parallel import ExpertParallel
 from tpu_serve.layers.moe.fused import Fused
+from tpu_serve.layers.moe.gathered import Gathered
 from tpu_serve.layers.moe.grouped import Grouped
 from tpu_serve.layers.moe.one_device import OneDevice
+from tpu_serve.layers.moe.one_expert import run_expert
 from tpu_serve.layers.moe.planned import Planned, Portable
 from tpu_serve.layers.moe.routing import ExpertWeights, MoEConfig, Routing
+from tpu_serve.layers.product import rows_of
 from tpu_serve.moe_plan.key import read_tiles
 from tpu_serve.moe_plan.layer import MoELayer, Policy
 from tpu_serve.moe_plan.lookup import Rows
@@ -123,8 +126,8 @@ def _ragged_dot(x: jax.Array, routing: Routing, weights: ExpertWeights, rule: Ex
 
 
 def _block_rows(num_assignments: int, num_experts: int) -> int:
-    """Rows per block: about an expert's fair share, between 8 (shorter products take a slow path) and 32."""
-    return 8 if num_assignments <= 8 * num_experts else 16 if num_assignments <= 16 * num_experts else 32
+    """Rows per block: about an expert's fair share, and no fewer than take the time of one."""
+    return 16 if num_assignments <= 16 * num_experts else 32
 
 
 def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights, rule: Expert) -> jax.Array:
@@ -136,51 +139,23 @@ def _row_blocks(x: jax.Array, routing: Routing, weights: ExpertWeights, rule: Ex
     _, rank, counts = _sort_by_expert(routing.expert_ids, num_experts)
     blocks = -(-counts // size)
     blocks_end = jnp.cumsum(blocks)
-    # Row of each assignment in the padded buffer: its expert's first block, then its place among the expert's rows.
+    # Row of each assignment in the padded order: its expert's first block, then its place among the expert's rows.
     first_row, first_place = (blocks_end - blocks) * size, jnp.cumsum(counts) - counts
     ids = routing.expert_ids.reshape(-1)
     row = jnp.where(ids < 0, num_blocks * size, first_row[ids] + rank - first_place[ids])
     token = jnp.arange(num_assignments, dtype=jnp.int32) // top_k
-    buffer = jnp.zeros((num_blocks * size, hidden), x.dtype).at[row].set(x[token], mode="drop")
+    token_of_row = jnp.full(num_blocks * size, num_tokens, jnp.int32).at[row].set(token, mode="drop")
     expert_of_block = jnp.searchsorted(blocks_end, jnp.arange(num_blocks), side="right", method="compare_all")
+    filled = jnp.pad(x, ((0, 1), (0, 0)))  # rows without a token are zeros
 
     def body(block: jax.Array, out: jax.Array) -> jax.Array:
-        expert = expert_of_block[block]
-        rows = jax.lax.dynamic_slice_in_dim(buffer, block * size, size)
-        one = rule.widened(_one_expert(weights, expert, block), x.dtype)
-        bias = one.gate_up_bias
-        biases = None if bias is None else (bias[0], bias[1])
-        inner = rule.inner(rows @ one.gate_up[0], rows @ one.gate_up[1], biases).astype(x.dtype)
-        done = inner @ one.down
-        if one.down_bias is not None:
-            done = done.astype(jnp.float32) + one.down_bias
-        return jax.lax.dynamic_update_slice_in_dim(out, done.astype(x.dtype), block * size, axis=0)
+        tokens = jax.lax.dynamic_slice_in_dim(token_of_row, block * size, size)
+        done = run_expert(rows_of(filled, tokens), weights, expert_of_block[block], block, rule)
+        return jax.lax.dynamic_update_slice_in_dim(out, done, block * size, axis=0)
 
-    out = jax.lax.fori_loop(0, blocks_end[-1], body, jnp.zeros_like(buffer))
+    start = jnp.zeros((num_blocks * size, hidden), jnp.float32)
+    out = jax.lax.fori_loop(0, blocks_end[-1], body, start)
     return _combine(out.at[row].get(mode="clip").reshape(num_tokens, top_k, hidden), routing)
-
-
-_BITS = {"bfloat16": jnp.uint16, "float8_e4m3fn": jnp.uint8, "float4_e2m1fn": jnp.uint4}
-
-
-def _one_expert(weights: ExpertWeights, expert: jax.Array, trip: jax.Array) -> ExpertWeights:
-    """An expert's weights inside of a loop, as they are stored, without the axis E.
-
-    XLA's CPU backend slices bfloat16 by converting the whole array to float32, and moves that out of the loop: every call would convert all
-    experts. Bits are sliced as they lie; the barrier keeps them where the loop is.
-
-    Args:
-      trip: something that changes with every trip of the loop.
-    """
-
-    def slice_of(array: jax.Array) -> jax.Array:
-        bits = _BITS.get(array.dtype.name)
-        stored = array if bits is None else jax.lax.bitcast_convert_type(array, bits)
-        one = jax.lax.dynamic_index_in_dim(stored, expert, keepdims=False)
-        return jax.lax.bitcast_convert_type(one, array.dtype)
-
-    held, _ = jax.lax.optimization_barrier((weights, trip))
-    return jax.tree.map(slice_of, held)
 
 
 def choose_backend(
@@ -210,6 +185,7 @@ def choose_backend(
         "dense": everywhere(Dense(expert)),
         "ragged": everywhere(Ragged(chip.is_tpu, expert)),
         "grouped": everywhere(grouped),
+        "gathered": everywhere(Gathered(expert)),
     }
     reasons = {name: backend.supports(config, chip) for name, backend in {"fused": fused, **others}.items()}
     policy = Policy(
