@@ -137,8 +137,9 @@ def test_no_expert_gets_no_bias(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_without_any_of_it_are_bit_for_bit_what_they_were(dtype):
-    """SiLU of unquantised experts: each block of rows goes through three products in the tokens' own type."""
+def test_layers_without_any_of_it_are_products_and_silu(dtype):
+    """Unquantised experts: each block of rows goes through three products. Float32 agrees bit for bit; bfloat16 is rounded between the products
+    and at the end, which is less often than this reference does."""
     wanted = layer(dtype, dtype=dtype)
     x, routing, weights = wanted.arguments()
 
@@ -159,7 +160,15 @@ def test_layers_without_any_of_it_are_bit_for_bit_what_they_were(dtype):
             done = of_expert(block, weights.gate_up[expert, 0], weights.gate_up[expert, 1], weights.down[expert])
             rows[token, choice] = done[: len(token)]
     expected = summed(rows, routing.weights, routing.expert_ids).astype(x.dtype)
-    np.testing.assert_array_equal(jax.jit(Ragged(chip_is_tpu=False))(x, routing, weights), expected)
+    result = jax.jit(Ragged(chip_is_tpu=False))(x, routing, weights)
+    if dtype == "float32":
+        np.testing.assert_array_equal(result, expected)
+        return
+    exact = jax.jit(Ragged(chip_is_tpu=False))(
+        x.astype(jnp.float32), routing, jax.tree.map(lambda one: one.astype(jnp.float32), weights)
+    )
+    off = lambda found: float(jnp.sqrt(jnp.mean((found.astype(jnp.float32) - exact) ** 2)))  # noqa: E731
+    assert off(result) < off(expected) < 0.01 * float(jnp.sqrt(jnp.mean(exact**2)))
 
 
 @pytest.mark.parametrize("format", ["fp8_block128", "int8_channel", "mxfp4"])

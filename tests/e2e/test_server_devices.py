@@ -21,7 +21,10 @@ def test_serve_on_two_devices():
     try:
         log = "".join(server.lines)
         assert "on each of 2 cpu devices" in log
-        assert "tokens: ragged on each of 2 devices (not fused: on a CPU the kernel is only simulated)" in log
+        assert (
+            "ragged on each of 2 devices (ragged by rule, not measured; not fused: on a CPU the kernel is only simulated)"
+            in log
+        )
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."

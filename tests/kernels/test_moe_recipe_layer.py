@@ -136,9 +136,9 @@ def test_gradients_by_xla(form, kernel, dtype):
 def test_both_layouts_have_the_same_gradients():
     fused, pair = (by_xla(form, "xla", "float32") for form in ("fused", "pair"))
     assert fused[0] == pair[0]
-    # Rows in two halves are two sums, of one half and zeros each.
+    # Rows in two halves are two sums, of one half and zeros each; in which order a processor adds up is its own affair.
     for one, other in zip(fused[1], pair[1], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+        assert error(one, other) < TOLERANCE["float32"] / 10
 
 
 def test_a_step_against_the_gradient_makes_the_loss_smaller():

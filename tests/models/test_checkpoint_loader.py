@@ -84,7 +84,7 @@ def fused_experts():
 
 def test_real_folder_with_nested_tree(mesh):
     specs = {
-        "embedding": weight("model.embed_tokens.weight", (512, HIDDEN), jnp.bfloat16),
+        "table": weight("model.embed_tokens.weight", (512, HIDDEN), jnp.bfloat16),
         "layers": [
             {"router": weight(f"model.layers.{layer}.mlp.gate.weight", (HIDDEN, EXPERTS), transform=transposed)}
             for layer in range(3)
@@ -92,7 +92,7 @@ def test_real_folder_with_nested_tree(mesh):
     }
     params = load(specs, FIXTURE, mesh, ignore=["*proj.weight", "*norm.weight", "lm_head.weight"])
     files = SafetensorsFolder(FIXTURE)
-    np.testing.assert_array_equal(np.asarray(params["embedding"]), files.read("model.embed_tokens.weight"))
+    np.testing.assert_array_equal(np.asarray(params["table"]), files.read("model.embed_tokens.weight"))
     for layer in range(3):
         router = params["layers"][layer]["router"]
         assert (router.dtype, router.shape) == (jnp.float32, (HIDDEN, EXPERTS))
