@@ -145,9 +145,10 @@ def test_options_take_what_their_type_says():
 
 
 def test_token_buckets():
-    assert token_buckets(512, 4) == (8, 32, 128, 512)
-    assert token_buckets(500, 4) == (8, 32, 128, 500), "the last one is the budget exactly"
-    assert token_buckets(5, 2) == (5,)
-    assert token_buckets(8, 2) == (8,)
-    assert token_buckets(64, 2, (3, 64)) == (3, 64)
+    assert token_buckets(512, 8, 4) == (8, 32, 128, 512)
+    assert token_buckets(500, 8, 4) == (8, 32, 128, 500), "the last one is the budget exactly"
+    assert token_buckets(5, 8, 2) == (5,)
+    assert token_buckets(8, 8, 2) == (8,)
+    assert token_buckets(256, 2, 8) == (2, 16, 128, 256)
+    assert token_buckets(64, 8, 2, (3, 64)) == (3, 64)
     assert [pick((8, 32, 100), n) for n in (1, 8, 9, 32, 33, 100)] == [8, 8, 32, 32, 100, 100]

@@ -98,7 +98,7 @@ class MadeUpTokens:
         pages = -(-plan.max_model_len // plan.page_size)
         self._layouts = {
             size: PackLayout(size, min(size, plan.num_seqs), pages, plan.page_size, num_slots)
-            for size in token_buckets(plan.budget, 2)
+            for size in token_buckets(plan.budget, 8, 2)
         }
         self._packer = Packer(self._layouts[plan.budget])
         self._random = np.random.default_rng(1)

@@ -26,6 +26,7 @@ class Chip:
       page_size: tokens per KV-cache page that suit it.
       max_num_seqs: default limit of sequences in a step.
       max_num_batched_tokens: default token budget of a step.
+      smallest_bucket: tokens of the smallest program; fewer are padded.
       bucket_growth: ratio between neighbouring token buckets. Programs are few where compiling is the larger cost.
       vmem_bytes: vector memory of one core, what a kernel's buffers must fit in.
       smem_bytes: scalar memory of one core.
@@ -43,6 +44,7 @@ class Chip:
     page_size: int = 128
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    smallest_bucket: int = 8
     bucket_growth: int = 2
     vmem_bytes: int = 128 * MIB
     smem_bytes: int = 1 * MIB
@@ -142,7 +144,7 @@ def cpu_chip() -> Chip:
     # Kernels run on it in simulation, where every type has arithmetic.
     any_type = dict.fromkeys(("float32", "bfloat16", "int8", "float8_e4m3fn"), 1e11)
     return Chip(
-        "cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, bucket_growth=4,
+        "cpu", memory, page_size=16, max_num_seqs=64, max_num_batched_tokens=256, smallest_bucket=2, bucket_growth=8,
         hbm_bytes_per_second=2e10, peak_ops=any_type,
     )  # fmt: skip
 

@@ -17,8 +17,8 @@ from tpu_serve.runner.pack import PackLayout
 from tpu_serve.scheduler.scheduler import num_slots
 
 QUEUE_PER_SEQUENCE = 16
-SMALL_MODEL_BYTES, SMALL_MODEL_GROWTH = 64 * 2**20, 32
-"""A model this small computes padding faster than a CPU compiles another program, so its token buckets lie further apart."""
+SMALL_MODEL_BYTES, SMALL_MODEL_BUCKETS = 16 * 2**20, (8, 32)
+"""A model this small computes padding faster than a CPU compiles another program, so its token buckets (smallest, growth) lie further apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ def make_plan(
     """
     demand = demand_of(config, model_max_len, chip)
     small = not chip.is_tpu and param_bytes < SMALL_MODEL_BYTES
-    growth = SMALL_MODEL_GROWTH if small else chip.bucket_growth
-    buckets = token_buckets(demand.max_num_batched_tokens, growth, config.compile.token_buckets)
+    smallest, growth = SMALL_MODEL_BUCKETS if small else (chip.smallest_bucket, chip.bucket_growth)
+    buckets = token_buckets(demand.max_num_batched_tokens, smallest, growth, config.compile.token_buckets)
     sampler_bytes = num_bytes(num_slots(demand.max_num_seqs), vocab_size)
     num_ranks = config.parallel.data_parallel_size
 

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 from tpu_serve.config import ConfigError
 
-SMALLEST = 8
-"""Fewer rows are padded to this: shorter matrix products take a slow path on CPU and save nothing on TPU."""
 
-
-def token_buckets(budget: int, growth: int, given: Sequence[int] = ()) -> tuple[int, ...]:
+def token_buckets(budget: int, smallest: int, growth: int, given: Sequence[int] = ()) -> tuple[int, ...]:
     """Rising bucket sizes that end exactly at the token budget of a step.
 
     Args:
       budget: most tokens in a step.
+      smallest: the first size, unless the budget is less.
       growth: ratio between neighbours, when none are given.
       given: sizes that the user asked for.
 
@@ -29,7 +27,7 @@ def token_buckets(budget: int, growth: int, given: Sequence[int] = ()) -> tuple[
             )
         return tuple(given)
     sizes = []
-    size = SMALLEST
+    size = smallest
     while size < budget:
         sizes.append(size)
         size *= growth
