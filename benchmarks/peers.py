@@ -1,7 +1,7 @@
 """This server and others on the same checkpoint on this machine's CPU, in one table; see README.md for how the others are installed.
 
-    python benchmarks/peers.py --models /tmp/models/tiny /tmp/models/small --rounds 2 --output-json peers.json \\
-        --peer vllm=/tmp/peers/vllm/bin/vllm --peer transformers=/tmp/peers/transformers/bin/transformers --peer llama.cpp=/tmp/peers/llama-server
+    python benchmarks/peers.py --models models/tiny models/small --rounds 2 --output-json peers.json \\
+        --peer vllm=peers/vllm/bin/vllm --peer transformers=peers/transformers/bin/transformers --peer llama.cpp=peers/llama-server
 
 In every round each server is started, asked and stopped, one after the other. Figures are medians over the rounds. A server that does not start,
 or fails a request, is said to and has no figure in its place.
